@@ -15,7 +15,7 @@ from torch import nn
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module, plan, scan_blocks
 from xla_fsdp.layers import scaled_dot_product_attention
-from xla_fsdp.layers.attention import Forward, Splash, segment_mask
+from xla_fsdp.layers.attention import Splash, segment_mask, splash_attention
 
 # heads, heads of keys, lengths of queries and keys, head dimension, dtype, causal, segments
 FEW = [
@@ -201,15 +201,15 @@ def test_plan():
     assert not any(re.search(r"512,512", str(buffer)) for buffer in report.schedule.buffers)
 
 
-def lowered_from(place, line, function):
+def lowered_from(place, line, splash):
     """The kernel, and its program as text, if who calls it stands in the file ``place``."""
     import jax
 
     from xla_fsdp.layers.jax_call import _exported
 
     jax.clear_caches()  # what was traced before keeps the places of then
-    names = {"lower": _exported, "function": function}
-    call = "\n" * line + "code = lower(function, [((1, 2, 128, 64), 'bfloat16')] * 3, 'tpu')"
+    names = {"lower": _exported, "function": splash_attention, "splash": splash}
+    call = "\n" * line + "code = lower(function, splash, [((1, 2, 128, 64), 'bfloat16')] * 3)"
     exec(compile(call, place, "exec"), names)
     code = names["code"]
     (body,) = re.findall(rb'"body": ?"([^"]+)"', code)
@@ -222,10 +222,9 @@ def test_who_calls_a_kernel_is_not_in_the_program():
     from torch_xla._internal.jax_workarounds import jax_import_guard
 
     jax_import_guard()
-    splash = Splash(True, 1.0, interpret=False, matrix_unit=128, itemsize=2)
-    function = Forward(splash, residuals=True)
+    splash = Splash(True, 1.0, "tpu", matrix_unit=128, itemsize=2, residuals=True)
     places = [("/home/one/model.py", 3), ("/home/another/script.py", 70)]
-    first, second = (lowered_from(*place, function) for place in places)
+    first, second = (lowered_from(*place, splash) for place in places)
     body, text = first
     assert b"stable_mosaic" in body and b".py" not in body
     assert "splash_mha_fwd" in text and ".py" not in text

@@ -16,16 +16,16 @@ from on_ranks import without_ranks
 from torch import nn
 
 import xla_fsdp
-from xla_fsdp import XlaFullyShardedDataParallel
+from xla_fsdp import XlaFullyShardedDataParallel, compiler_options
 from xla_fsdp.collectives.routes import attributes_of, routes_for
 from xla_fsdp.compiled.host_options import host_options
 from xla_fsdp.layers import attention
-from xla_fsdp.layers.attention import Forward
+from xla_fsdp.layers.attention import splash_attention
 from xla_fsdp.layers.linear import stores_input
 from xla_fsdp.planning.records import Op, Schedule
 from xla_fsdp.planning.timing import time_step
 from xla_fsdp.planning.tracing.step import trace_step
-from xla_fsdp.tpu import chips, compiler_options
+from xla_fsdp.tpu import chips
 from xla_fsdp.tpu.calibration import Calibration
 from xla_fsdp.tpu.chips import CHIPS, GIB, LAUNCH
 from xla_fsdp.tpu.links import OneCollective, collective_seconds, describe
@@ -147,8 +147,8 @@ def test_a_new_record_has_compiler_options(tmp_path, monkeypatch):
 def test_a_new_record_is_traced():
     made = []
 
-    def call(function, tensors, platform):
-        made.append((function, platform))
+    def call(function, settings, tensors):
+        made.append((function, settings))
         return [tensors[0]]
 
     def step():
@@ -162,8 +162,8 @@ def test_a_new_record_is_traced():
     with added(), mock.patch.object(attention, "call", call):
         where = resolve("v9pod-8")
         assert trace_step(step, 0, where.devices, where).program.hlo
-        ((function, _),) = made
-        assert isinstance(function, Forward) and function.splash.matrix_unit == 512
+        ((function, splash),) = made
+        assert function is splash_attention and splash.matrix_unit == 512
         world = SimpleNamespace(device_kind=MADE_UP.device_kind)
         assert stores_input(nn.Linear(8, 4), world) and not stores_input(nn.Linear(4, 8), world)
 

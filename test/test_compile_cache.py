@@ -362,7 +362,7 @@ def test_programs_of_another_kind_are_not_used(monkeypatch):
     assert before == kind("CPU", "1 of 2") and kind("TPU", "0 of 1") != kind("TPU", "1 of 2")
     for change in (
         *(partial(monkeypatch.setenv, name, "--x") for name in VARIABLES),
-        partial(monkeypatch.setattr, cache, "version", lambda package: "0"),
+        partial(monkeypatch.setattr, cache, "installed_versions", lambda *of: {"python": "0"}),
         partial(monkeypatch.setattr, cache, "_processor", lambda: "another"),
     ):
         change()

@@ -13,14 +13,13 @@ from on_ranks import without_ranks
 from torch import nn
 from torch_xla._internal import tpu
 
-from xla_fsdp import XlaFullyShardedDataParallel, plan
+from xla_fsdp import XlaFullyShardedDataParallel, compiler_options, plan
 from xla_fsdp.compiled.host_options import HostOptions, host_options
 from xla_fsdp.compiler_options import OPTIONS, add_to_environment, for_large_matmuls
 from xla_fsdp.planning.compiling.compiler import Target
 from xla_fsdp.planning.compiling.progress import Progress
 from xla_fsdp.planning.tracing.traced import PartitionedProgram
 from xla_fsdp.ranks import launch, spawned
-from xla_fsdp.tpu import compiler_options
 from xla_fsdp.tpu.chips import CHIPS
 from xla_fsdp.tpu.libtpu_flags import Refusal, library, read, refusal, with_last, without, written
 

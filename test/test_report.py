@@ -225,7 +225,7 @@ def test_save_and_load(tmp_path):
         ('{"format": "xla_fsdp plan", "version": 99}', "version 99, allowed is 1"),
         ('{"format": "xla_fsdp plan", "version": 1}', "damaged"),
         ('{"format": "xla_fsdp plan", "version": 1, "report": {"chip": 3}}', "damaged"),
-        (b"\xff\xfe\x00", "is not text"),
+        (b"\xff\xfe\x00", "is not JSON"),
         (re.sub(r'("peak": )\d+', r'\1"much"', make().to_json()), "'much' where int belongs"),
     ],
 )

@@ -18,9 +18,14 @@ from torch import nn
 from zoo import Attention
 
 import xla_fsdp
-from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module, plan, scan_blocks
+from xla_fsdp import (
+    XlaFullyShardedDataParallel,
+    checkpoint_module,
+    compiler_options,
+    plan,
+    scan_blocks,
+)
 from xla_fsdp.scan.loop import loop
-from xla_fsdp.tpu import compiler_options
 
 WIDTH, DEPTH = 12, 3  # odd, so that what takes two blocks at a time has one left
 

@@ -9,7 +9,7 @@ from on_ranks import on_each_rank
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import scan_blocks
+from xla_fsdp import defer_init, scan_blocks
 
 WIDTH = 24  # all ranks have a part of the matrices
 
@@ -174,6 +174,30 @@ def modes_of_the_forward(rank):
     assert torch.equal(x.grad.cpu(), y.detach().cpu())
 
 
+def a_buffer_of_all_blocks_before_one_of_each(rank):
+    class Counts(nn.Module):
+        def __init__(self, table):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(WIDTH))
+            self.register_buffer("table", table)
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x):
+            self.seen += 1
+            return x * self.gain + self.table
+
+    table = torch.ones(WIDTH)
+    model = scan_blocks([Counts(table) for _ in range(3)])
+    model(inputs(rank)).sum().backward()
+    assert [model.state_dict()[f"{number}.seen"].tolist() for number in range(3)] == [[1, 1]] * 3
+
+
+def a_block_without_values_is_named(rank):
+    model = scan_blocks([nn.Linear(WIDTH, WIDTH, device=d) for d in ("cpu", "meta")],
+                        param_init_fn=defer_init)  # fmt: skip
+    refused(model, rank, RuntimeError, "called before '1.weight', '1.bias' had values")
+
+
 def second_derivatives(rank):
     model, x = scanned(), inputs(rank).requires_grad_()
     text = "of the scanned blocks 'blocks', .* no second derivative"
@@ -199,5 +223,7 @@ def test_each_is_right_or_refused(rank):
     parameters_that_change(rank)
     what_came_after_building(rank)
     modes_of_the_forward(rank)
+    a_buffer_of_all_blocks_before_one_of_each(rank)
+    a_block_without_values_is_named(rank)
     second_derivatives(rank)
     hooks_on_shards(rank)

@@ -16,6 +16,7 @@ from on_ranks import without_ranks
 from torch import nn
 
 from xla_fsdp import ShardingSettings, training_step, tune
+from xla_fsdp.compiler_options import for_large_matmuls
 from xla_fsdp.plan_compiler import find_compiler
 from xla_fsdp.planning.compiling.cache import CompiledStep
 from xla_fsdp.planning.compiling.compiler import CompileError, Target
@@ -28,7 +29,6 @@ from xla_fsdp.planning.tuning.search import ImpossibleError, Measured, Search
 from xla_fsdp.planning.tuning.space import Space, checked_search, plainness
 from xla_fsdp.planning.tuning.tuning import Tuning
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError
-from xla_fsdp.tpu.compiler_options import for_large_matmuls
 from xla_fsdp.tpu.topology import resolve
 
 GIB = 2**30
@@ -64,8 +64,8 @@ def test_settings_go_through_json_and_a_file(tmp_path):
     "change, message",
     [
         ({"remat": "all"}, r"'remat', which are no settings; allowed are batch, units"),
-        ({"format": "xla_fsdp plan"}, "is not what tune wrote"),
-        ({"version": 2}, "version 2; this release of xla_fsdp reads 1"),
+        ({"format": "xla_fsdp plan"}, "some other JSON: expected what tune wrote"),
+        ({"version": 2}, "version 2, allowed is 1"),
         ({"blocks_per_unit": 2}, "here has blocks_per_unit, which was removed: .* Run tune again"),
         ({"units": "layers"}, r"here: units must be \"blocks\", \"model\" or a number.*'layers'"),
     ],

@@ -152,7 +152,7 @@ def __getattr__(name: str) -> object:
 
 def _choose_device() -> None:
     """Chooses the CPU without an accelerator, as torch_xla does with a warning."""
-    may_have_chips = _import_module(".tpu.compiler_options", __name__).may_have_chips
+    may_have_chips = _import_module(".compiler_options", __name__).may_have_chips
     if not may_have_chips() and _find_spec("libneuronxla") is None:
         _os.environ.setdefault("PJRT_DEVICE", "CPU")
 

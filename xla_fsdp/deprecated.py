@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -54,9 +54,8 @@ def accept_old_names(cls: Class) -> Class:
             raise AttributeError(f"{owner!r} object has no attribute {name!r}")
         return getattr(self, new)
 
-    methods: dict[str, Callable[..., Any]] = {"__init__": __init__, "__getattr__": __getattr__}
-    for name, method in methods.items():
-        setattr(cls, name, method)
+    for method in (__init__, __getattr__):
+        setattr(cls, method.__name__, method)
     return cls
 
 

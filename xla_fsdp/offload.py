@@ -268,12 +268,6 @@ class Stream:
         self._gradients = gradients
         self.traffic = Traffic(unit.world.device)
 
-    @property
-    def _is_temporary_copy(self) -> bool:
-        """Not if it is the root's, which all forwards use, or if its backward follows a
-        recomputation."""
-        return not self._unit.is_root and torch._C._current_graph_task_id() == -1
-
     def mark_backward_end(self, inputs: Any) -> Any:
         """``inputs`` of the forward, with a graph node that runs when their gradients exist."""
         if self._unit.is_root or not torch.is_grad_enabled():
@@ -285,7 +279,8 @@ class Stream:
         return map_tensors(lambda t: passed.get(id(t), t), inputs)
 
     def end_forward(self) -> None:
-        if self._is_temporary_copy:
+        # All forwards use the root's copies; after a recomputation, the backward follows.
+        if not self._unit.is_root and torch._C._current_graph_task_id() == -1:
             self._unit.order.end_forward()
             self.traffic.cut()
             self._drop()

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from .cache_folders import default_cache_folder
 from .extras import installed_versions
+from .files import default_cache_folder
 from .tpu.chips import Chip
 from .tpu.libtpu_flags import library
 from .wording import to_one_line
@@ -133,28 +133,22 @@ def _place_of(given: str) -> Path:
             return python
         if given == _this_interpreter().versions["libtpu"]:
             return Path(sys.executable)
-        if given not in TESTED:
-            raise UnusableCompilerError(
-                f"compiler={given!r} is not installed and was not tested: pass one of "
-                f"{', '.join(TESTED)} after: {COMMAND}, or the folder of an environment that has it"
-            )
-        version = "" if given == next(iter(TESTED)) else f" --version {given}"
-        raise UnusableCompilerError(f"compiler={given!r} is not installed: {COMMAND}{version}")
+        if given in TESTED:
+            option = "" if given == next(iter(TESTED)) else f" --version {given}"
+            raise UnusableCompilerError(f"compiler={given!r} is not installed: {COMMAND}{option}")
+        raise UnusableCompilerError(
+            f"compiler={given!r} is not installed and was not tested: pass one of "
+            f"{', '.join(TESTED)} after: {COMMAND}, or the folder of an environment that has it"
+        )
     path = Path(given).expanduser()
-    if path.is_dir():
-        if not _python_in(path).is_file():
-            raise UnusableCompilerError(
-                f"compiler={given!r} has no bin/python: pass the folder of a virtual environment, "
-                f"made by: {COMMAND} --folder {given}"
-            )
-        return _python_in(path)
-    if path.is_file():
-        return path
-    versions = ", ".join(TESTED)
-    raise UnusableCompilerError(
-        f"compiler={given!r} is no file: pass a version of libtpu (tested: {versions}), the folder "
-        f"of a virtual environment or an interpreter; {COMMAND}"
-    )
+    python = _python_in(path) if path.is_dir() else path
+    if not python.is_file():
+        lacks = "has no bin/python" if path.is_dir() else "is no file"
+        raise UnusableCompilerError(
+            f"compiler={given!r} {lacks}: pass a version of libtpu (tested: {', '.join(TESTED)}), "
+            f"an interpreter, or the folder of an environment made by: {COMMAND} --folder {given}"
+        )
+    return python
 
 
 def _python_in(folder: Path) -> Path:

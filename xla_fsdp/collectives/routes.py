@@ -17,8 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import product, starmap
-from math import prod
+from itertools import combinations, pairwise, product, starmap
 from typing import Any
 
 from ..tpu.chips import chip_of
@@ -182,7 +181,7 @@ class Routes:
         for split, stages in _orders(tuple(lengths), self.slice.chip.devices > 1):
             ranks = list(product(*map(range, split)))
             groups = tuple(_groups(ranks, stage) for stage in stages)
-            target = _targets(ranks, split, stages)
+            target = _targets(ranks, stages)
             moves = () if target == list(range(len(ranks))) else tuple(enumerate(target))
             ways.append((groups, moves))
         return ways
@@ -259,34 +258,27 @@ def routes_for(
         return None
     if len({one.get("slice_index", 0) for one in attributes}) > 1:
         return None  # over several slices the compiler itself makes stages
-    devices = []
+    places = {}
     for one in attributes:
-        coords = one.get("coords")
-        if isinstance(coords, Sequence) and len(coords) == 3:
-            x, y, z = map(int, coords)
-            core = int(str(one.get("core_on_chip", 0)))
-            devices.append((str(one.get("name", "")), x, y, z, core))
-    return _routes_among(kind, tuple(devices))
+        number, coords = re.search(r"\d+$", str(one.get("name", ""))), one.get("coords")
+        if number and isinstance(coords, Sequence) and len(coords) == 3:
+            places[int(number[0])] = (*map(int, coords), int(str(one.get("core_on_chip", 0))))
+    return _routes_among(kind, tuple(sorted(places.items())))
 
 
 @lru_cache(maxsize=4)
-def _routes_among(kind: str, devices: tuple[tuple[str, int, int, int, int], ...]) -> Routes | None:
-    """The routes between devices: name, coordinates and core of each."""
+def _routes_among(kind: str, places: tuple[tuple[int, tuple[int, ...]], ...]) -> Routes | None:
+    """The routes between devices: number, coordinates and core of each."""
     chip = chip_of(kind)
-    places = {}
-    for name, *place in devices:
-        number = re.search(r"\d+$", name)
-        if number is not None:
-            places[int(number[0])] = tuple(place)
     if chip is None or not places:
         return None
-    shape = [1 + max(place[axis] for place in places.values()) for axis in range(3)]
+    shape = [1 + max(place[axis] for _, place in places) for axis in range(3)]
     name = "x".join(map(str, shape[: chip.torus_dimension]))
     try:
         routes = Routes(resolve(f"{chip.family}:{name}"))
     except UnknownTopologyError:
         return None
-    return routes if dict(enumerate(routes.slice.coordinates())) == places else None
+    return routes if tuple(enumerate(routes.slice.coordinates())) == places else None
 
 
 def attributes_of(slice: Slice) -> list[dict[str, object]]:
@@ -302,14 +294,10 @@ def attributes_of(slice: Slice) -> list[dict[str, object]]:
 def _orders(lengths: tuple[int, ...], cores: bool) -> Iterator[tuple[tuple[int, ...], _Stages]]:
     """Yields the lengths of digits, slowest first, and the stages that use them."""
     digits = tuple(range(len(lengths)))
-    for cuts in sorted(product((False, True), repeat=max(len(digits) - 1, 0)), key=sum):
-        stages: list[tuple[int, ...]] = [digits[:1]]
-        for digit, cut in zip(digits[1:], cuts, strict=True):
-            if cut:
-                stages.append((digit,))
-            else:
-                stages[-1] += (digit,)
-        yield lengths, tuple(stages)
+    for cuts in range(max(len(digits), 1)):
+        for ends in reversed([*combinations(digits[1:], cuts)]):
+            bounds = pairwise((0, *ends, len(digits)))
+            yield lengths, tuple(digits[first:end] for first, end in bounds)
     # Blocks that extend over the other axes, then across: a ring in a plane uses two links a chip.
     for axis, length in enumerate(lengths[: len(lengths) - cores]):
         for inner in range(2, length // 2 + 1):
@@ -328,13 +316,9 @@ def _groups(ranks: Sequence[tuple[int, ...]], stage: Sequence[int]) -> Groups:
     return tuple(map(tuple, groups.values()))
 
 
-def _targets(
-    ranks: Sequence[tuple[int, ...]], lengths: Sequence[int], stages: _Stages
-) -> list[int]:
+def _targets(ranks: Sequence[tuple[int, ...]], stages: _Stages) -> list[int]:
     """The part that each rank has after the last stage."""
     order = [place for stage in stages for place in stage]
-    weights = [prod(lengths[place] for place in order[i + 1 :]) for i in range(len(order))]
-    return [
-        sum(digits[place] * weight for place, weight in zip(order, weights, strict=True))
-        for digits in ranks
-    ]
+    by_part = sorted(ranks, key=lambda digits: [digits[place] for place in order])
+    parts = {digits: part for part, digits in enumerate(by_part)}
+    return [parts[digits] for digits in ranks]

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -64,19 +65,24 @@ class World:
 
         Raises ValueError if the sharding arguments do not fit together.
         """
-        total = xr.world_size()
-        if sharding_groups is None:
-            if sharding_rank is not None or sharding_world_size is not None:
+        total, ordinal = xr.world_size(), xr.global_ordinal()
+        rank, size = ordinal, total
+        groups: Groups = (tuple(range(total)),)
+        if any(x is not None for x in (sharding_groups, sharding_rank, sharding_world_size)):
+            if sharding_groups is None or sharding_rank is None or sharding_world_size is None:
                 raise ValueError(
-                    "sharding_rank and sharding_world_size need sharding_groups, which is None. "
-                    "Pass all three, or leave all three out to shard over all ranks"
+                    f"sharding_groups={sharding_groups} needs sharding_rank and "
+                    f"sharding_world_size, got {sharding_rank} and {sharding_world_size}, and both "
+                    "need sharding_groups. Pass all three, or device_mesh, or leave all three out "
+                    "to shard over all ranks"
                 )
-            rank, size = xr.global_ordinal(), total
-            groups: Groups = (tuple(range(total)),)
-        else:
-            rank, size = _place_in_groups(sharding_rank, sharding_world_size)
+            rank, size = sharding_rank, sharding_world_size
+            if not 0 <= rank < size:
+                raise ValueError(
+                    f"sharding_rank must be in 0..{size - 1}, got {rank}. "
+                    "Pass this rank's index in its group"
+                )
             groups = checked_groups("sharding_groups", sharding_groups, size)
-            ordinal = xr.global_ordinal()
             # A process that simulates one of many ranks may have any index.
             if total > 1 and all(group[rank] != ordinal for group in groups):
                 raise ValueError(
@@ -92,7 +98,7 @@ class World:
         kind = xm.xla_device_kind(device)
         routes = None
         devices = xr.global_runtime_device_attributes()
-        if groups == (tuple(range(total)),) and "coords" in devices[0]:
+        if total > 1 and groups == (tuple(range(total)),) and "coords" in devices[0]:
             routes = routes_for(kind, devices, collective_routes)
             # A process that was not launched is one rank, even if it sees the entire slice.
             if routes is not None and routes.slice.devices != total:
@@ -133,13 +139,11 @@ class World:
 
     def gather_route(self, number_of_bytes: int) -> Route:
         """Of an all-gather that results in N bytes on each rank."""
-        if self.routes is None or self.size == 1:
-            return Route((self.groups,))
-        return self.routes.gather(number_of_bytes)
+        return Route((self.groups,)) if self.routes is None else self.routes.gather(number_of_bytes)
 
     def reduction_route(self, number_of_bytes: int, rows: int) -> Route:
         """Of a reduce-scatter of N bytes in ``rows`` rows."""
-        if self.routes is None or self.size == 1:
+        if self.routes is None:
             return Route((self.groups,))
         return self.routes.reduction(number_of_bytes, rows)
 
@@ -180,14 +184,13 @@ class World:
             size = full.numel() * full.element_size()
             route = self.reduction_route(size, full.shape[0])
         shard, last = full, len(route.stages) - 1
-        around = route.rings or (None,) * len(route.stages)
-        for number, (groups, rings) in enumerate(zip(route.stages, around, strict=True)):
-            if rings is not None:
-                shard = self._around(shard, rings, label)
-                shard = shard * scale if number == last and scale != 1.0 else shard
-            else:
-                factor = scale if number == last else 1.0
+        for number, (groups, rings) in enumerate(zip_longest(route.stages, route.rings)):
+            factor = scale if number == last else 1.0
+            if rings is None:
                 shard = self._scatter(shard, groups, label, factor)
+            else:
+                shard = self._around(shard, rings, label)
+                shard = shard if factor == 1.0 else shard * factor
         return self.permute(shard, route.moves, label) if route.moves else shard
 
     def _around(self, full: torch.Tensor, rings: Rings, label: str) -> torch.Tensor:
@@ -316,21 +319,6 @@ def _named(kind: str, label: str) -> object:
 def lists(groups: Sequence[Sequence[int]]) -> list[list[int]]:
     """The type that torch_xla needs."""
     return list(map(list, groups))
-
-
-def _place_in_groups(rank: int | None, size: int | None) -> tuple[int, int]:
-    if rank is None or size is None:
-        raise ValueError(
-            "sharding_groups needs sharding_rank and sharding_world_size as well, "
-            f"got sharding_rank={rank} and sharding_world_size={size}. "
-            "Pass all three, or device_mesh"
-        )
-    if not 0 <= rank < size:
-        raise ValueError(
-            f"sharding_rank must be in 0..{size - 1}, got {rank}. "
-            "Pass this rank's index in its group"
-        )
-    return rank, size
 
 
 def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None) -> Groups:

@@ -35,7 +35,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -45,8 +45,9 @@ import torch_xla.runtime as xr
 import xxhash
 
 from .. import xlac
-from ..cache_folders import default_cache_folder
-from ..tpu.compiler_options import libtpu_init_args
+from ..compiler_options import libtpu_init_args
+from ..extras import installed_versions
+from ..files import default_cache_folder
 from ..tpu.libtpu_flags import ARGUMENTS
 
 # "PID:FOLDER": the store of the process PID.
@@ -157,7 +158,9 @@ def _with_store(folder: str, fn: Callable, *args: Any) -> Any:
 
 
 def _open(folder: Path, part: str) -> None:
-    on = _platform()
+    on = platform_of_ranks()
+    if on not in xlac.CLIENTS:
+        raise NotImplementedError(f"programs of PJRT_DEVICE={on} are not kept; CPU and TPU are")
     repair_client(on)
     about = describe_kind(on, part)
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
@@ -182,14 +185,12 @@ def _open(folder: Path, part: str) -> None:
         os.environ.pop(name, None)  # child processes may not use its folder
 
 
-def _platform() -> str:
-    device = os.environ.get("PJRT_DEVICE")
-    if device is None:
-        return "TPU" if xlac.chips_of_host() > 0 else "CPU"
-    name = device.split("_")[0]
-    if name not in ("CPU", "TPU"):
-        raise NotImplementedError(f"programs of PJRT_DEVICE={device} are not kept; CPU and TPU are")
-    return name
+def platform_of_ranks() -> str:
+    """That of ``PJRT_DEVICE``, "CPU" or "TPU"; if it is not set, sets it by this host's chips."""
+    # torch_xla sets it on import, but it may have been removed.
+    if not xr.device_type():
+        os.environ["PJRT_DEVICE"] = "TPU" if xlac.chips_of_host() > 0 else "CPU"
+    return str(xr.device_type())
 
 
 def describe_kind(on: str, part: str) -> dict[str, str]:
@@ -207,11 +208,8 @@ def describe_kind(on: str, part: str) -> dict[str, str]:
         "TPU_LIBRARY_PATH": os.environ.get("TPU_LIBRARY_PATH", ""),
         "TPU_MEGACORE": os.environ.get("TPU_MEGACORE", ""),
     }
-    for package in ("torch", "torch_xla", "libtpu"):
-        try:
-            about[package] = version(package)
-        except PackageNotFoundError:
-            about[package] = "none"
+    about |= installed_versions("torch", "torch_xla", "libtpu")
+    del about["python"]  # programs do not depend on it
     if on == "CPU":
         about["processor"] = _processor()
     for name, value in sorted(os.environ.items()):
@@ -283,14 +281,6 @@ def _write_at_once(path: Path, write: Callable[[str], object]) -> None:
         raise
 
 
-def _open_files() -> set[str]:
-    found = set()
-    for entry in _entries_of(Path("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            found.add(os.readlink(entry.path))
-    return found
-
-
 class Run:
     """One process's programs from and for the store; torch_xla uses ``folder``."""
 
@@ -313,7 +303,8 @@ class Run:
         there = _entries_of(self.folder)
         new = [entry for entry in there if (entry.name, entry.inode()) not in self._known]
         # Listed before: torch_xla opens a file once, so one that is not open is complete.
-        unfinished = _open_files() if new else set()
+        opened = _entries_of(Path("/proc/self/fd")) if new else []
+        unfinished = set(map(os.path.realpath, opened))
         for entry in new:
             if entry.path not in unfinished:
                 self._known.add((entry.name, entry.inode()))

@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..compiler_options import OPTIONS, accepted, libtpu_init_args
 from ..tpu.chips import CHIPS, Chip
-from ..tpu.compiler_options import OPTIONS, accepted, libtpu_init_args
 from ..tpu.libtpu_flags import ARGUMENTS, library, read, with_last
 
 MEGACORE = "TPU_MEGACORE"

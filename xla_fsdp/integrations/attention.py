@@ -56,7 +56,7 @@ def _attend(
 ) -> torch.Tensor:
     ours = attn_mask is None and not dropout_p and isinstance(query, torch.Tensor)
     # torch handles inputs that it broadcasts, or for which it raises its own errors.
-    if ours and query.is_xla and attention.fits(query, key, value, enable_gqa):  # type: ignore[attr-defined]
+    if ours and query.is_xla and not attention.misfit_of(query, key, value, enable_gqa):  # type: ignore[attr-defined]
         return attention.scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -24,7 +24,7 @@ from accelerate.utils.constants import (
     FSDP_STATE_DICT_TYPE,
 )
 
-from .. import xlac
+from ..compiled.cache import platform_of_ranks
 from ..ranks.launch import launch
 from ..wording import to_one_line
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not os.path.isfile(options.script):
         parser.error(f"{options.script}: there is no such file; pass the path of a script")
     os.environ.update(variables)
-    on_cpu = os.environ.get("PJRT_DEVICE", "").startswith("CPU") or not xlac.chips_of_host()
+    on_cpu = platform_of_ranks() == "CPU"
     ranks = options.num_processes or config.num_processes
     if on_cpu and not 1 <= ranks <= 8:
         given = "no number of ranks" if ranks == -1 else f"{ranks} CPU ranks are not possible"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ import torch_xla.runtime as xr
 from torch.autograd.function import once_differentiable
 
 from ..tpu.chips import LANES, SUBLANES, Chip, chip_of
-from .jax_call import Cost, JaxFunction, call
+from .jax_call import Cost, Settings, call
 from .saved_activations import ATTENTION, current_saved_activations
 
 Implementation = Literal["auto", "kernel", "math"]
@@ -74,7 +74,20 @@ def scaled_dot_product_attention(
         ValueError: ``dropout_p`` is not 0; shapes do not match; ``segment_ids`` or ``is_causal`` is
             combined with ``attn_mask``; ``implementation="kernel"`` is not supported here.
     """
-    _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa, segment_ids)
+    if dropout_p:
+        raise ValueError(
+            f"dropout_p={dropout_p} is not supported; it must be 0. Apply dropout to the output, "
+            "or call torch.nn.functional.scaled_dot_product_attention"
+        )
+    if misfit := misfit_of(query, key, value, enable_gqa):
+        raise ValueError(misfit)
+    if attn_mask is not None and (is_causal or segment_ids is not None):
+        raise ValueError(
+            "attn_mask cannot be combined with is_causal or segment_ids. Put everything into the "
+            "mask, or leave it out"
+        )
+    if segment_ids is not None:
+        _check_segments(segment_ids, query, key)
     if implementation not in ("auto", "kernel", "math"):
         raise ValueError(
             f"implementation must be 'auto', 'kernel' or 'math', got {implementation!r}"
@@ -107,49 +120,22 @@ def segment_mask(segment_ids: torch.Tensor, is_causal: bool) -> torch.Tensor:
     return mask.tril() if is_causal else mask
 
 
-def _check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-    segment_ids: torch.Tensor | None,
-) -> None:
-    if dropout_p:
+def _check_segments(segment_ids: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+    (batch, _, length, _), keys = query.shape, key.shape[2]
+    if tuple(segment_ids.shape) != (batch, length) or segment_ids.is_floating_point():
         raise ValueError(
-            f"dropout_p={dropout_p} is not supported; it must be 0. Apply dropout to the output, "
-            "or call torch.nn.functional.scaled_dot_product_attention"
+            f"segment_ids must be (batch, length) = {(batch, length)}, integers, got "
+            f"{tuple(segment_ids.shape)}, {segment_ids.dtype}"
         )
-    if misfit := _misfit(query, key, value, enable_gqa):
-        raise ValueError(misfit)
-    if attn_mask is not None and (is_causal or segment_ids is not None):
+    if length != keys:
         raise ValueError(
-            "attn_mask cannot be combined with is_causal or segment_ids. Put everything into the "
-            "mask, or leave it out"
+            "segment_ids need queries and keys of the same length, got "
+            f"{length} and {keys}. Use attn_mask instead"
         )
-    if segment_ids is not None:
-        if tuple(segment_ids.shape) != (query.shape[0], query.shape[2]):
-            raise ValueError(
-                f"segment_ids must be (batch, length) = {(query.shape[0], query.shape[2])}, got "
-                f"{tuple(segment_ids.shape)}"
-            )
-        if query.shape[2] != key.shape[2]:
-            raise ValueError(
-                "segment_ids need queries and keys of the same length, got "
-                f"{query.shape[2]} and {key.shape[2]}. Use attn_mask instead"
-            )
-        if segment_ids.is_floating_point():
-            raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
 
 
-def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> bool:
-    """Whether these shapes are supported here; torch also broadcasts others."""
-    return not _misfit(query, key, value, enable_gqa)
-
-
-def _misfit(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
+def misfit_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> str:
+    """Why these shapes are not supported here, or ""; torch also broadcasts others."""
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if not query.dim() == key.dim() == value.dim() == 4:
         return f"tensors must be (batch, heads, length, head dimension), got {shapes}"
@@ -222,7 +208,7 @@ def _kernel(
     splash = Splash(
         is_causal=is_causal,
         scale=scale,
-        interpret=not _on_tpu(query.device),
+        platform="tpu" if _on_tpu(query.device) else "cpu",
         matrix_unit=chip.matrix_unit if chip else LANES,
         itemsize=query.element_size(),
     )
@@ -232,14 +218,14 @@ def _kernel(
         return _Attention.apply(splash, query, key, value, *segments)
     if current_saved_activations(ATTENTION):
         return _with_residuals(splash, [*tensors, *segments])[0]
-    return call(Forward(splash, residuals=False), [*tensors, *segments], _platform(splash))[0]
+    return call(splash_attention, splash, [*tensors, *segments])[0]
 
 
 def _with_residuals(splash: Splash, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Where both are reused, neither is computed again."""
 
     def compute() -> Sequence[torch.Tensor]:
-        return call(Forward(splash, residuals=True), tensors, _platform(splash))
+        return call(splash_attention, replace(splash, residuals=True), tensors)
 
     kept = current_saved_activations(ATTENTION)
     return compute() if kept is None else kept.computed(ATTENTION, compute, 2)
@@ -258,12 +244,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, logsumexp, *segments = ctx.saved_tensors
         tensors = [q, k, v, out, logsumexp, grad.to(out.dtype), *segments]
-        grads = call(Backward(ctx.splash), tensors, _platform(ctx.splash))
+        grads = call(splash_attention_backward, ctx.splash, tensors)
         return None, *grads, *(None for _ in segments)
-
-
-def _platform(splash: Splash) -> str:
-    return "cpu" if splash.interpret else "tpu"
 
 
 def block_of(length: int) -> int | None:
@@ -272,19 +254,21 @@ def block_of(length: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class Splash:
-    """Parameters of the kernels. ``interpret``: compute on any device instead of by a kernel.
+class Splash(Settings):
+    """Parameters of the kernels, which are interpreted on "cpu".
 
     ``matrix_unit``: rows of the chip's, for the stated cost. ``itemsize``: bytes of an element.
+    ``residuals``: also return the logsumexp of the scores (b, h, s), float32.
     """
 
     is_causal: bool
     scale: float
-    interpret: bool
+    platform: str
     matrix_unit: int
     itemsize: int
+    residuals: bool = False
 
-    def kernel(self, heads: int, queries: int, keys: int, residuals: bool) -> Any:
+    def kernel(self, heads: int, queries: int, keys: int) -> Any:
         from jax.experimental.pallas.ops.tpu.splash_attention import (
             splash_attention_kernel,
             splash_attention_mask,
@@ -300,10 +284,10 @@ class Splash:
         return splash_attention_kernel.make_splash_mha(
             splash_attention_mask.MultiHeadMask([mask] * heads),
             block_sizes=sizes,
-            save_residuals=residuals,
+            save_residuals=self.residuals,
             head_shards=1,
             q_seq_shards=1,
-            interpret=self.interpret,
+            interpret=self.platform == "cpu",
         )
 
     def segments(self, ids: Sequence[Any]) -> Any:
@@ -311,9 +295,8 @@ class Splash:
 
         return SegmentIds(q=ids[0], kv=ids[0]) if ids else None
 
-    def costs(
-        self, shapes: Sequence[tuple[int, ...]], backward: bool, residuals: bool = False
-    ) -> Mapping[str, Cost]:
+    def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
+        """Model FLOPs of a backward are four matmuls; recomputed scores do not count."""
         (b, h, s, d), (_, g, t, _) = shapes[:2]
         block_q, block_kv = block_of(s), block_of(t)
         assert block_q is not None and block_kv is not None, (s, t)
@@ -338,86 +321,60 @@ class Splash:
             """Bytes of a kernel that loops over keys and values for each block of queries."""
             return b * h * (s * (read + written) + visited * block_kv * 2 * row)
 
-        def by_keys(read: int) -> int:
-            """Bytes of a kernel that loops over queries for each block of keys."""
-            return b * h * visited * block_q * read + (h + g) * b * t * 2 * row
-
-        if not backward:
-            written = row + (LANES * _FLOAT if residuals else 0)
-            return {"splash_mha_fwd": cost(2, 2, by_queries(row, written))}
+        written = row + (LANES * _FLOAT if self.residuals else 0)
+        # Bytes of a kernel that loops over queries for each block of keys.
+        read_by_keys = b * h * visited * block_q * (2 * row + 2 * SUBLANES * _FLOAT)
+        by_keys = read_by_keys + (h + g) * b * t * 2 * row
         return {
+            "splash_mha_fwd": cost(2, 2, by_queries(row, written)),
             # Scores, their gradient, gradients of values and keys.
-            "splash_mha_dkv": cost(4, 3, by_keys(2 * row + 2 * SUBLANES * _FLOAT)),
+            "splash_mha_dkv": cost(4, 3, by_keys),
             # Scores, their gradient, gradient of queries.
             "splash_mha_dq": cost(3, 1, by_queries(2 * row + 2 * _FLOAT, row)),
         }
 
 
-@dataclass(frozen=True)
-class Forward(JaxFunction):
-    """(q (b, h, s, d), k and v (b, g, t, d), segment ids (b, s) or nothing) to the output (b, h, s,
+def splash_attention(splash: Splash, q: Any, k: Any, v: Any, *segments: Any) -> tuple[Any, ...]:
+    """q (b, h, s, d), k and v (b, g, t, d), segment ids (b, s) or nothing to the output, (b, h, s,
     d).
-
-    ``residuals``: also the logsumexp of the scores (b, h, s), float32.
     """
+    import jax
 
-    splash: Splash
-    residuals: bool
-    name: str = "splash_attention"
+    kernel = splash.kernel(q.shape[1], q.shape[2], k.shape[2])
 
-    def __call__(self, q: Any, k: Any, v: Any, *segments: Any) -> tuple[Any, ...]:
-        import jax
+    def one(q: Any, k: Any, v: Any, *ids: Any) -> Any:
+        return kernel(q * splash.scale, k, v, splash.segments(ids))
 
-        kernel = self.splash.kernel(q.shape[1], q.shape[2], k.shape[2], self.residuals)
-
-        def one(q: Any, k: Any, v: Any, *ids: Any) -> Any:
-            return kernel(q * self.splash.scale, k, v, self.splash.segments(ids))
-
-        result = jax.vmap(one)(q, k, v, *segments)
-        return (result[0], result[1][0]) if self.residuals else (result,)
-
-    def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
-        return self.splash.costs(shapes, backward=False, residuals=self.residuals)
+    result = jax.vmap(one)(q, k, v, *segments)
+    return (result[0], result[1][0]) if splash.residuals else (result,)
 
 
-@dataclass(frozen=True)
-class Backward(JaxFunction):
-    """(q, k, v, output, logsumexp, gradient, segment ids or nothing) to gradients of q, k and v.
+def splash_attention_backward(
+    splash: Splash, q: Any, k: Any, v: Any, out: Any, logsumexp: Any, grad: Any, *segments: Any
+) -> tuple[Any, ...]:
+    """The gradients of q, k and v."""
+    import jax
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-    Model FLOPs are four matmuls; recomputed scores do not count.
-    """
+    kernel = splash.kernel(q.shape[1], q.shape[2], k.shape[2])
+    backward: Any = splash_attention_kernel._splash_attention_bwd
+    scale = splash.scale
 
-    splash: Splash
-    name: str = "splash_attention_backward"
+    def one(q: Any, k: Any, v: Any, out: Any, total: Any, grad: Any, *ids: Any) -> Any:
+        kept = (
+            q * scale, k, v, splash.segments(ids), None, out, total,
+            kernel.dq_mask_info, kernel.dkv_mask_info,
+        )  # fmt: skip
+        settings: list[Any] = [
+            kernel.kwargs[name]
+            for name in (
+                "save_residuals", "mask_value", "is_mqa", "block_sizes",
+                "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap",
+                "interpret",
+            )
+        ]  # fmt: skip
+        grads = backward(*settings, kept, grad)
+        return grads[3] * scale, grads[4], grads[5]
 
-    def __call__(
-        self, q: Any, k: Any, v: Any, out: Any, logsumexp: Any, grad: Any, *segments: Any
-    ) -> tuple[Any, ...]:
-        import jax
-        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-
-        kernel = self.splash.kernel(q.shape[1], q.shape[2], k.shape[2], residuals=False)
-        backward: Any = splash_attention_kernel._splash_attention_bwd
-        scale = self.splash.scale
-
-        def one(q: Any, k: Any, v: Any, out: Any, total: Any, grad: Any, *ids: Any) -> Any:
-            kept = (
-                q * scale, k, v, self.splash.segments(ids), None, out, total,
-                kernel.dq_mask_info, kernel.dkv_mask_info,
-            )  # fmt: skip
-            settings: list[Any] = [
-                kernel.kwargs[name]
-                for name in (
-                    "save_residuals", "mask_value", "is_mqa", "block_sizes",
-                    "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap",
-                    "interpret",
-                )
-            ]  # fmt: skip
-            grads = backward(*settings, kept, grad)
-            return grads[3] * scale, grads[4], grads[5]
-
-        of_q, of_k, of_v = jax.vmap(one)(q, k, v, out, logsumexp, grad, *segments)
-        return of_q.astype(q.dtype), of_k.astype(k.dtype), of_v.astype(v.dtype)
-
-    def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
-        return self.splash.costs(shapes, backward=True)
+    of_q, of_k, of_v = jax.vmap(one)(q, k, v, out, logsumexp, grad, *segments)
+    return of_q.astype(q.dtype), of_k.astype(k.dtype), of_v.astype(v.dtype)

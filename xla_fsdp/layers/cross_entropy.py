@@ -14,8 +14,8 @@ import torch.nn.functional as F
 import torch_xla.core.xla_model as xm
 from torch.autograd.function import once_differentiable
 
-from ..tpu.compiler_options import require_loops_compile
-from .jax_call import JaxFunction, call
+from ..compiler_options import require_loops_compile
+from .jax_call import Settings, call
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -53,7 +53,22 @@ def linear_cross_entropy(
         MissingExtraError: jax, in which the loop is written, is not installed.
         RuntimeError: on v5e and v6e, an option is set with which the compiler crashes on loops.
     """
-    _check(hidden, weight, labels, chunk, label_smoothing, reduction)
+    if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be (..., n) and weight (m, n), got {tuple(hidden.shape)} and "
+            f"{tuple(weight.shape)}. A sharded weight is full only in its wrapper's forward"
+        )
+    if labels.shape != hidden.shape[:-1] or labels.is_floating_point():
+        raise ValueError(
+            f"labels must be integers of shape {tuple(hidden.shape[:-1])}, got {labels.dtype} of "
+            f"shape {tuple(labels.shape)}"
+        )
+    if type(chunk) is not int or chunk < 1:
+        raise ValueError(f"chunk must be a positive integer, got {chunk!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
     if not hidden.is_xla:  # type: ignore[attr-defined]
         logits = F.linear(hidden, weight).flatten(0, -2)
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -83,32 +98,6 @@ def linear_cross_entropy(
     return total if reduction == "sum" else total / (flat != ignore_index).sum()
 
 
-def _check(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    chunk: int,
-    label_smoothing: float,
-    reduction: str,
-) -> None:
-    if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden must be (..., n) and weight (m, n), got {tuple(hidden.shape)} and "
-            f"{tuple(weight.shape)}. A sharded weight is full only in its wrapper's forward"
-        )
-    if labels.shape != hidden.shape[:-1] or labels.is_floating_point():
-        raise ValueError(
-            f"labels must be integers of shape {tuple(hidden.shape[:-1])}, got {labels.dtype} of "
-            f"shape {tuple(labels.shape)}"
-        )
-    if type(chunk) is not int or chunk < 1:
-        raise ValueError(f"chunk must be a positive integer, got {chunk!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -118,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
     ) -> torch.Tensor:
-        losses, total = call(_ForwardInJax(settings), [hidden, weight, labels], settings.platform)
+        losses, total = call(linear_cross_entropy_losses, settings, [hidden, weight, labels])
         ctx.settings = settings
         ctx.save_for_backward(hidden, weight, labels, total)
         return losses
@@ -127,12 +116,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors = [*ctx.saved_tensors, grad.float()]
-        of_hidden, of_weight = call(_BackwardInJax(ctx.settings), tensors, ctx.settings.platform)
+        of_hidden, of_weight = call(linear_cross_entropy_gradients, ctx.settings, tensors)
         return None, of_hidden, of_weight, None
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _Settings(Settings):
     chunk: int
     ignore_index: int
     label_smoothing: float
@@ -166,63 +155,53 @@ def _chunk_of(hidden: Any, weight: Any, labels: Any, first: Any, rows: int) -> t
     return part, logits, (labels - first)[:, None] == jnp.arange(rows)
 
 
-@dataclass(frozen=True)
-class _ForwardInJax(JaxFunction):
-    """(hidden (t, n), weight (m, n), labels (t,)) to losses and logsumexp, (t,), float32."""
+def linear_cross_entropy_losses(
+    settings: _Settings, hidden: Any, weight: Any, labels: Any
+) -> tuple[Any, ...]:
+    """hidden (t, n), weight (m, n), labels (t,) to losses and logsumexp, (t,), float32."""
+    import jax.numpy as jnp
 
-    settings: _Settings
-    name: str = "linear_cross_entropy"
+    (tokens, _), (vocabulary, _) = hidden.shape, weight.shape
+    smooth = settings.label_smoothing
 
-    def __call__(self, hidden: Any, weight: Any, labels: Any) -> tuple[Any, ...]:
-        import jax.numpy as jnp
+    def step(carry: Any, first: Any, rows: int) -> Any:
+        largest, total, of_label, everything = carry
+        _, logits, is_label = _chunk_of(hidden, weight, labels, first, rows)
+        now = jnp.maximum(largest, logits.max(1))
+        total = total * jnp.exp(largest - now) + jnp.exp(logits - now[:, None]).sum(1)
+        of_label = of_label + jnp.where(is_label, logits, 0).sum(1)
+        if smooth:
+            everything = everything + logits.sum(1)
+        return now, total, of_label, everything
 
-        tokens, vocabulary = hidden.shape[0], weight.shape[0]
-
-        def step(carry: Any, first: Any, rows: int) -> Any:
-            largest, total, of_label, everything = carry
-            _, logits, is_label = _chunk_of(hidden, weight, labels, first, rows)
-            now = jnp.maximum(largest, logits.max(1))
-            total = total * jnp.exp(largest - now) + jnp.exp(logits - now[:, None]).sum(1)
-            of_label = of_label + jnp.where(is_label, logits, 0).sum(1)
-            if self.settings.label_smoothing:
-                everything = everything + logits.sum(1)
-            return now, total, of_label, everything
-
-        zeros = jnp.zeros(tokens, jnp.float32)
-        start = jnp.full(tokens, -jnp.inf, jnp.float32), zeros, zeros, zeros
-        largest, total, of_label, everything = self.settings.over_chunks(step, start, vocabulary)
-        logsumexp = largest + jnp.log(total)
-        smooth = self.settings.label_smoothing
-        losses = logsumexp - (1 - smooth) * of_label - smooth / vocabulary * everything
-        return self.settings.counted(labels, losses, vocabulary), logsumexp
+    zeros = jnp.zeros(tokens, jnp.float32)
+    start = jnp.full(tokens, -jnp.inf, jnp.float32), zeros, zeros, zeros
+    largest, total, of_label, everything = settings.over_chunks(step, start, vocabulary)
+    logsumexp = largest + jnp.log(total)
+    losses = logsumexp - (1 - smooth) * of_label - smooth / vocabulary * everything
+    return settings.counted(labels, losses, vocabulary), logsumexp
 
 
-@dataclass(frozen=True)
-class _BackwardInJax(JaxFunction):
-    """(hidden, weight, labels, logsumexp, loss gradients) to gradients of hidden and weight."""
+def linear_cross_entropy_gradients(
+    settings: _Settings, hidden: Any, weight: Any, labels: Any, logsumexp: Any, grad: Any
+) -> tuple[Any, ...]:
+    """The gradients of hidden and weight; ``grad``: of the losses."""
+    import jax
+    import jax.numpy as jnp
 
-    settings: _Settings
-    name: str = "linear_cross_entropy_backward"
+    vocabulary, smooth = weight.shape[0], settings.label_smoothing
+    grad = settings.counted(labels, grad, vocabulary)[:, None]
 
-    def __call__(
-        self, hidden: Any, weight: Any, labels: Any, logsumexp: Any, grad: Any
-    ) -> tuple[Any, ...]:
-        import jax
-        import jax.numpy as jnp
+    def step(carry: Any, first: Any, rows: int) -> Any:
+        of_hidden, of_weight = carry
+        part, logits, is_label = _chunk_of(hidden, weight, labels, first, rows)
+        wanted = jnp.where(is_label, 1 - smooth, 0) + smooth / vocabulary
+        of_logits = (grad * (jnp.exp(logits - logsumexp[:, None]) - wanted)).astype(part.dtype)
+        wide = {"preferred_element_type": jnp.float32}
+        of_hidden = of_hidden + jnp.einsum("tc,cn->tn", of_logits, part, **wide)
+        of_part = jnp.einsum("tc,tn->cn", of_logits, hidden, **wide).astype(part.dtype)
+        return of_hidden, jax.lax.dynamic_update_slice_in_dim(of_weight, of_part, first, 0)
 
-        vocabulary, smooth = weight.shape[0], self.settings.label_smoothing
-        grad = self.settings.counted(labels, grad, vocabulary)[:, None]
-
-        def step(carry: Any, first: Any, rows: int) -> Any:
-            of_hidden, of_weight = carry
-            part, logits, is_label = _chunk_of(hidden, weight, labels, first, rows)
-            wanted = jnp.where(is_label, 1 - smooth, 0) + smooth / vocabulary
-            of_logits = (grad * (jnp.exp(logits - logsumexp[:, None]) - wanted)).astype(part.dtype)
-            wide = {"preferred_element_type": jnp.float32}
-            of_hidden = of_hidden + jnp.einsum("tc,cn->tn", of_logits, part, **wide)
-            of_part = jnp.einsum("tc,tn->cn", of_logits, hidden, **wide).astype(part.dtype)
-            return of_hidden, jax.lax.dynamic_update_slice_in_dim(of_weight, of_part, first, 0)
-
-        start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(weight.shape, weight.dtype)
-        of_hidden, of_weight = self.settings.over_chunks(step, start, vocabulary)
-        return of_hidden.astype(hidden.dtype), of_weight
+    start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(weight.shape, weight.dtype)
+    of_hidden, of_weight = settings.over_chunks(step, start, vocabulary)
+    return of_hidden.astype(hidden.dtype), of_weight

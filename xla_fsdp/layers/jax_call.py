@@ -32,6 +32,7 @@ DTYPES = {
 # Model FLOPs of kernels, for planning.
 MODEL_FLOPS = "xla_fsdp_model_flops"
 _KERNEL = "tpu_custom_call"
+_Shapes = tuple[tuple[tuple[int, ...], str], ...]
 # A line of MLIR text with a file, line and column.
 _LOCATION = re.compile(r'^(#loc\d* = loc\()"(?:[^"\\]|\\.)*":\d.*\)$', re.MULTILINE)
 # torch_xla's import of JAX changes the environment for a short time.
@@ -52,23 +53,26 @@ class Cost:
     model_flops: int = 0
 
 
-class JaxFunction:
-    """Hashable: equal ones have the same trace."""
+class Settings:
+    """The first argument of a function. Hashable: with equal ones, it has the same trace.
 
-    name: str
-    __call__: Callable[..., tuple[Any, ...]]
+    ``platform``: ``"tpu"`` or ``"cpu"``, where the program will run.
+    """
+
+    platform: str
 
     def costs(self, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, Cost]:
         """Costs by prefix of the kernels' names, for arguments of ``shapes``."""
         return {}
 
 
-def call(
-    function: JaxFunction, tensors: Sequence[torch.Tensor], platform: str
-) -> list[torch.Tensor]:
-    """The result of ``function`` for ``tensors`` (:data:`DTYPES`), without gradient.
+JaxFunction = Callable[..., tuple[Any, ...]]
 
-    ``platform``: ``"tpu"`` or ``"cpu"``, where the program will run.
+
+def call(
+    function: JaxFunction, settings: Settings, tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """``function(settings, *tensors)`` for tensors of :data:`DTYPES`, without gradient.
 
     Raises:
         MissingExtraError: jax is not installed.
@@ -78,11 +82,12 @@ def call(
     with _ONE_AT_A_TIME:
         # Ranks that are threads must share one object: torch_xla compiles a program for each
         # object, and their collectives could deadlock.
-        computation = _computation(function, shapes, platform)
-    return xlac.call_computation(f"xla::{function.name}", list(tensors), computation)
+        computation = _computation(function, settings, shapes)
+    return xlac.call_computation(f"xla::{function.__name__}", list(tensors), computation)
 
 
-def require_jax() -> None:
+@lru_cache(maxsize=64)
+def _computation(function: JaxFunction, settings: Settings, shapes: _Shapes) -> object:
     extras.require_extra("plan", "a kernel written in JAX", ("jax", "jaxlib"))
     found = version("jax")
     if found not in KNOWN_JAX:
@@ -92,21 +97,12 @@ def require_jax() -> None:
             f"pip install 'jax=={KNOWN_JAX[-1]}' 'jaxlib=={KNOWN_JAX[-1]}', or pass "
             "implementation='math'"
         )
-
-
-@lru_cache(maxsize=64)
-def _computation(
-    function: JaxFunction, shapes: tuple[tuple[tuple[int, ...], str], ...], platform: str
-) -> object:
-    require_jax()
     with xlac.jax_may_start():
-        code = _exported(function, shapes, platform)
-    return xb.computation_from_module_proto(function.name, code)
+        code = _exported(function, settings, shapes)
+    return xb.computation_from_module_proto(function.__name__, code)
 
 
-def _exported(
-    function: JaxFunction, shapes: tuple[tuple[tuple[int, ...], str], ...], platform: str
-) -> bytes:
+def _exported(function: JaxFunction, settings: Settings, shapes: _Shapes) -> bytes:
     import jax
     import jax.export
     import jaxlib._jax
@@ -114,14 +110,14 @@ def _exported(
     from jaxlib.mlir import ir
 
     def traced(*arrays: Any) -> tuple[Any, ...]:
-        return function(*arrays)
+        return function(settings, *arrays)
 
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     kernels = jax.export.DisabledSafetyCheck.custom_call(_KERNEL)
     exported = jax.export.export(
-        jax.jit(traced, keep_unused=True), platforms=[platform], disabled_checks=[kernels]
+        jax.jit(traced, keep_unused=True), platforms=[settings.platform], disabled_checks=[kernels]
     )(*arguments)
-    costs = function.costs([shape for shape, _ in shapes])
+    costs = settings.costs([shape for shape, _ in shapes])
     with mlir.make_ir_context():
         module = ir.Module.parse(_LOCATION.sub(r"\1unknown)", exported.mlir_module()))
         _complete_kernels(ir, module, costs)

@@ -70,7 +70,9 @@ def _letters(equation: str, x: torch.Tensor, y: torch.Tensor) -> Equation | None
     factors, arrow, output = equation.replace(" ", "").partition("->")
     of_x, comma, of_y = factors.partition(",")
     each = of_x, of_y, output
-    if not (arrow and comma and all(_once(letters) for letters in each)):
+    joined = "".join(each)
+    repeats = any(len(set(letters)) < len(letters) for letters in each)
+    if not (arrow and comma and set(joined) <= set(string.ascii_letters)) or repeats:
         return None
     what = f"einsum({equation!r}) of factors of {tuple(x.shape)} and {tuple(y.shape)}"
     if (x.dim(), y.dim()) != (len(of_x), len(of_y)):
@@ -82,15 +84,8 @@ def _letters(equation: str, x: torch.Tensor, y: torch.Tensor) -> Equation | None
         if size != other and 1 not in (size, other):
             raise ValueError(f"{what}: {letter!r} has two sizes, which must be equal")
         broadcast |= size != other
-    return None if broadcast or any(_alone(letters, each) for letters in each) else each
-
-
-def _once(letters: str) -> bool:
-    return len(set(letters)) == len(letters) and set(letters) <= set(string.ascii_letters)
-
-
-def _alone(letters: str, each: Equation) -> bool:
-    return any(sum(letter in other for other in each) < 2 for letter in letters)
+    alone = any(joined.count(letter) == 1 for letter in joined)
+    return None if broadcast or alone else each
 
 
 class Product(torch.autograd.Function):

@@ -9,9 +9,8 @@ from typing import Any
 import torch.distributed as dist
 import torch_xla.runtime as xr
 
-from .. import xlac
-from ..compiled.cache import in_spawned_processes
-from ..tpu import compiler_options
+from .. import compiler_options, xlac
+from ..compiled.cache import in_spawned_processes, platform_of_ranks
 from . import spawned
 from .cpu.host import run_ranks
 from .cpu.runtime import CpuRuntime
@@ -102,7 +101,7 @@ def launch(
     under_torchrun = dist.is_torchelastic_launched()
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
-    if not _on_cpu() or under_torchrun:
+    if platform_of_ranks() != "CPU" or under_torchrun:
         found = place()
         require_slices(slices, found)
         _check_device_count(num_devices, found.count if found else 1)
@@ -130,13 +129,6 @@ def launch(
         return run_ranks(_runtime, fn, args, size, timeout, parts)
     finally:
         _runtime.launching.release()
-
-
-def _on_cpu() -> bool:
-    # torch_xla sets PJRT_DEVICE on import, but it may have been removed.
-    if not xr.device_type():
-        os.environ["PJRT_DEVICE"] = "TPU" if xlac.chips_of_host() > 0 else "CPU"
-    return xr.device_type() == "CPU"
 
 
 def _join_torchrun() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
 
-from .. import xlac
+from .. import compiler_options, xlac
 from ..collectives import host_memory
 from ..collectives.order import Event, Order, Wait
 from ..layers.saved_activations import SavedActivations
@@ -27,7 +27,6 @@ from ..sharding.layout import spec_of
 from ..sharding.options import SCAN, FSDPOptions, takes_options
 from ..sharding.sharded_parameter import as_sharded, local
 from ..sharding.user_checks import raise_if_on_other_device, require_plain_call, require_values
-from ..tpu import compiler_options
 from ..tree import separate_tensors, with_tensors
 from ..wrapper import XlaFullyShardedDataParallel
 from . import checks
@@ -249,10 +248,9 @@ class _Run:
         checks.require_unchanged_structure(unit)
         self.unit = unit
         self.constants, self.inputs = separate_tensors(inputs)
-        self.sliced = [stack for stack in unit.buffers if not stack.shared]
-        self.shared = [stack for stack in unit.buffers if stack.shared]
         # A forward that updates buffers replaces the tensors.
-        self.buffers = [s.value for s in self.sliced], [s.value for s in self.shared]
+        self.sliced = [stack.value for stack in unit.buffers if not stack.shared]
+        self.shared = [stack.value for stack in unit.buffers if stack.shared]
         self.needs_backward = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (x, *self.constants, *unit.shards)
         )
@@ -280,30 +278,30 @@ class _Run:
         In this order: parameters and input of the last block (with prefetch, offload), all inputs
         ``(depth, *x.shape)``, stored pieces, values of ``keep``.
         """
-        updated: list[int] = []  # of sliced buffers
+        updated: list[int] = []  # numbers of buffers
         stacks = self.unit.sources
         count, prefetch = len(stacks), self.prefetch
 
-        def gathered(shards: Tensors, x: torch.Tensor, order: Order) -> tuple[Tensors, Tensors]:
-            """One block's parameters, and the pieces of them that are stored."""
+        def gathered(shards: Tensors, x: torch.Tensor, order: Order) -> Tensors:
+            """One block's parameters, then the pieces of them that are stored."""
             secondary = self.unit.secondary() if self.needs_backward else None
             full = self.unit.gather_block(shards, x, order, secondary)
             if secondary is None:
-                return full, []
+                return full
             self.pieces = list(secondary.pieces)
-            return full, list(secondary.pieces.values())
+            return [*full, *secondary.pieces.values()]
 
         def body(carry: Tensors, slices: Tensors, constants: Tensors) -> tuple[Tensors, Tensors]:
             x, *carry = carry
             shards, buffers = slices[:count], self._buffers(slices[count:], constants)
             following: Tensors = []
             if prefetch:
-                full, pieces = carry[:count], carry[count : len(first)]
-                order = self.unit.order_after(full[self.unit.comms.last_gathered(self.unit.stored)])
-                whole, parts = gathered(shards, x, order)
-                following = [*whole, *parts]
+                here = carry[: len(first)]
+                order = self.unit.order_after(here[self.unit.comms.last_gathered(self.unit.stored)])
+                following = gathered(shards, x, order)
             else:
-                full, pieces = gathered(shards, x, Order())
+                here = gathered(shards, x, Order())
+            full, pieces = here[:count], here[count:]
             saved = SavedActivations(self.unit.options.keep if self.needs_backward else ())
             y, after = self._compute(x, full, buffers, constants, saved)
             saved.require_all_called()
@@ -315,17 +313,15 @@ class _Run:
             values = saved.values
             return [y, *following], [*kept, *pieces, *values, *(after[n] for n in updated)]
 
-        sliced, shared = self.buffers
         first: Tensors = []
         if prefetch:
-            whole, parts = gathered([torch.select_copy(s, 0, 0) for s in stacks], x, Order())
-            first = [*whole, *parts]
+            first = gathered([torch.select_copy(s, 0, 0) for s in stacks], x, Order())
         # The backward starts with the last block: what it needs of that block stays in the carry.
         (y, *last), results = loop(
             body,
             [x, *first, *([x] if self.offloads else [])],
-            [*stacks, *sliced],
-            [*(constant.detach() for constant in self.constants), *shared],
+            [*stacks, *self.sliced],
+            [*(constant.detach() for constant in self.constants), *self.shared],
             self.unit.world.device,
             ahead=range(len(stacks)) if prefetch else (),
             unroll=self.unroll,
@@ -335,7 +331,7 @@ class _Run:
         number_kept = 1 + len(self.pieces) + self.recorded if self.needs_backward else 0
         kept, results = results[:number_kept], results[number_kept:]
         for number, value in zip(updated, results, strict=True):
-            self.sliced[number].put(value)
+            self.unit.buffers[number].put(value)
         return [y, *last, *kept] if self.needs_backward else [y]
 
     def backward(
@@ -408,15 +404,14 @@ class _Run:
         # Gather nothing early for the next unit.
         self.unit.order.end_backward()
         hook_tensors = checks.HookTensors() if self.unit.comms.hook else None
-        sliced, shared = self.buffers
         zeros = [torch.zeros_like(constants[number]) for number in which]
         size = len(kept) - 1 - pieces - self.recorded
         last, kept, recorded = kept[:size], kept[size:][: 1 + pieces], kept[size:][1 + pieces :]
         (of_x, *of_constants), results = loop(
             body,
             [grad, *zeros, *last],
-            [*kept, *stacks, *recorded, *sliced],
-            [*constants, *shared],
+            [*kept, *stacks, *recorded, *self.sliced],
+            [*constants, *self.shared],
             self.unit.world.device,
             seed=self.seed,
             reverse=True,
@@ -463,9 +458,8 @@ class _Run:
             stack.enter_context(saved.over(self.unit.module))
             # The backward recomputes the entire block anyway.
             stack.enter_context(without_checkpoints())
-            stack.enter_context(checks.ForbidHostRandomNumbers(self.unit.module))
             given = checks.inputs_of([x, *full, *buffers, *constants])
-            stack.enter_context(checks.ForbidReads(self.unit.module, given))
+            stack.enter_context(checks.ForbidHostValues(self.unit.module, given))
             stack.enter_context(checks.forbid_lost_changes(self.unit, full, given, (args, kwargs)))
             y = self.unit.module(x, *args, **kwargs)
             after = [buffer.value for buffer in self.unit.buffers]
@@ -473,18 +467,19 @@ class _Run:
         return y, after
 
     def _updated(self, before: Tensors, after: Tensors) -> list[int]:
+        """Numbers of the buffers that the block has changed or replaced."""
         numbers = []
         pending = xlac.are_pending(after)
-        sliced = 0
-        for stack, old, new, changed in zip(self.unit.buffers, before, after, pending, strict=True):
-            if (changed or new is not old) and stack.shared:
+        stacks = enumerate(self.unit.buffers)
+        for (number, stack), old, new, changed in zip(stacks, before, after, pending, strict=True):
+            if not changed and new is old:
+                continue
+            if stack.shared:
                 raise ValueError(
                     f"the forward of a block updates its buffer {stack.name}, which all blocks "
                     "share. Give each block a separate buffer"
                 )
-            if changed or new is not old:
-                numbers.append(sliced)
-            sliced += not stack.shared
+            numbers.append(number)
         return numbers
 
 

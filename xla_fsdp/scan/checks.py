@@ -83,8 +83,7 @@ def require_same(first: Described, other: Described, number: int) -> None:
     for name in [*first, *(name for name in other if name not in first)]:
         a, b = first.get(name, _ABSENT), other.get(name, _ABSENT)
         if a != b:
-            difference = f"{name}: {_shown(a)} in block 0, {_shown(b)} in block {number}"
-            raise ValueError(f"{_MUST_BE_EQUAL}; {difference}. {_MAKE_EQUAL}")
+            raise ValueError(f"{_difference(name, a, b, number)}. {_MAKE_EQUAL}")
     if [*first] != [*other]:
         raise ValueError(
             f"{_MUST_BE_EQUAL}; block {number} has its modules or parameters in another order than "
@@ -132,32 +131,31 @@ class _Comparison:
         self._partners[id(a)], self._partners[id(b)] = b, a
 
     def require_equal(self, name: str, a: Any, b: Any) -> None:
-        if a is b:
+        if a is b or (id(a), id(b)) in self._begun:
             return
+        mine: list[tuple[str, Any]] = []
+        its: list[tuple[str, Any]] = []
         if id(a) in self._partners or id(b) in self._partners:
-            if self._partners.get(id(a)) is not b:
-                self._raise_different(name, a, b)
+            equal = self._partners.get(id(a)) is b
         elif type(a) is not type(b) or isinstance(a, type):
-            self._raise_different(name, a, b)
+            equal = False
         elif type(a) in (float, complex):
-            if repr(a) != repr(b):  # the sign of zero counts, NaN is equal to itself
-                self._raise_different(name, a, b)
+            equal = repr(a) == repr(b)  # the sign of zero counts, NaN is equal to itself
         elif type(a) in _BY_VALUE:
-            if a != b:
-                self._raise_different(name, a, b)
+            equal = a == b
         elif isinstance(a, torch.Tensor):
             if not (is_dense(a) and is_dense(b) and a.device.type == b.device.type == "cpu"):
                 self._cannot_compare(name, a)
-            if a.requires_grad is not b.requires_grad or not same_bits(a, b):
-                self._raise_different(name, a, b)
-            self.require_equal(name, vars(a), vars(b))
-        elif (id(a), id(b)) not in self._begun:
+            equal = a.requires_grad is b.requires_grad and same_bits(a, b)
+            mine, its = [(name, vars(a))], [(name, vars(b))]
+        else:
             self._begun[id(a), id(b)] = a, b
             mine, its = (self._contents(name, value) for value in (a, b))
-            if [part for part, _ in mine] != [part for part, _ in its]:
-                self._raise_different(name, a, b)
-            for (part, x), (_, y) in zip(mine, its, strict=True):
-                self.require_equal(part, x, y)
+            equal = [part for part, _ in mine] == [part for part, _ in its]
+        if not equal:
+            raise ValueError(f"{_difference(name, a, b, self.number)}. {self._remedy}")
+        for (part, one), (_, other) in zip(mine, its, strict=True):
+            self.require_equal(part, one, other)
 
     def _contents(self, name: str, value: Any) -> list[tuple[str, Any]]:
         """The named parts that define ``value``."""
@@ -183,16 +181,8 @@ class _Comparison:
             stored = None
         if not isinstance(stored, tuple):
             self._cannot_compare(name, value)
-        parts = []
-        for one in stored:
-            if isinstance(one, Iterator):  # of the items, for subclasses of list or dict
-                one = list(one)
-            parts.append((name, one))
-        return parts
-
-    def _raise_different(self, name: str, a: Any, b: Any) -> NoReturn:
-        difference = f"{name}: {_shown(a)} in block 0, {_shown(b)} in block {self.number}"
-        raise ValueError(f"{_MUST_BE_EQUAL}; {difference}. {self._remedy}")
+        # Iterators are of the items, for subclasses of list or dict.
+        return [(name, list(one) if isinstance(one, Iterator) else one) for one in stored]
 
     def _cannot_compare(self, name: str, value: Any) -> NoReturn:
         raise ValueError(
@@ -206,6 +196,10 @@ class _Comparison:
             "Give all blocks the same object, or wrap each block separately; if the forward does "
             f"not depend on it, name it in ignore=[{self.attribute!r}]"
         )
+
+
+def _difference(name: str, a: Any, b: Any, number: int) -> str:
+    return f"{_MUST_BE_EQUAL}; {name}: {_shown(a)} in block 0, {_shown(b)} in block {number}"
 
 
 def _contents_of_function(name: str, value: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -245,6 +239,13 @@ def _shown(value: Any) -> str:
     if isinstance(value, str) and value.startswith(("parameter of", "buffer of")):
         return value
     return repr(value)
+
+
+def _forward_error(block: nn.Module, does: str, remedy: str) -> ValueError:
+    return ValueError(
+        f"the forward of {type(block).__name__} {does}, but scanned blocks are traced once for "
+        f"all: {remedy}, or wrap each block separately"
+    )
 
 
 def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
@@ -297,12 +298,9 @@ def forbid_lost_changes(
     if not same or stamps(passed) != values:
         traced = [tensor for tensor in tensors_in(found) if inputs_of([tensor]) & set(given)]
         _free(traced, unit)
-        raise ValueError(
-            f"the forward of {type(unit.module).__name__} changes one of its arguments, a tensor "
-            "or a container such as a list. Scanned blocks are traced once for all, so the next "
-            "block would not see the change: change a copy, add the change to the tensor that the "
-            "block returns, or wrap each block separately"
-        )
+        what = "changes one of its arguments, a tensor or a container, for the next block"
+        remedy = "change a copy, add the change to the tensor that the block returns"
+        raise _forward_error(unit.module, what, remedy)
     for stack, value, was, now in zip(unit.parameters, full, before, stamps(full), strict=True):
         if stack.value is not value or now != was:
             raise_changed_in_forward(unit.comms.label + stack.name)
@@ -312,12 +310,9 @@ def forbid_lost_changes(
         if inputs_of(new) & set(given):
             path, name = key
             _free(new, unit)
-            raise ValueError(
-                f"the forward of {type(unit.module).__name__} stores a computed tensor in "
-                f"{dotted(path, name)!r}. Scanned blocks are traced once for all, so it would have "
-                "no value there: add it to the tensor that the block returns, register a buffer "
-                "for numbers that need no gradient, or wrap each block separately"
-            )
+            what = f"stores a computed tensor in {dotted(path, name)!r}, where it has no value"
+            remedy = "add it to the returned tensor, register a buffer if it needs no gradient"
+            raise _forward_error(unit.module, what, remedy)
 
 
 def _free(tensors: Sequence[torch.Tensor], unit: ScanUnit) -> None:
@@ -377,48 +372,21 @@ def require_known_graph(block: nn.Module, y: torch.Tensor, leaves: Sequence[torc
                 f"a tensor of shape {tuple(leaf.shape)}" if sharded is None else repr(sharded.key)
             )
         if what:
-            raise ValueError(
-                f"the forward of {type(block).__name__} uses a tensor from outside of the block "
-                f"that needs a gradient, {what}, through an attribute or a closure. Scanned blocks "
-                "give gradients only to their parameters and arguments: pass it as an argument, "
-                "blocks(x, it), or detach() it"
-            )
+            what = f"uses a tensor from outside of the block that needs a gradient, {what}"
+            remedy = "pass it as an argument (blocks(x, it)), detach it"
+            raise _forward_error(block, what, remedy)
         edges += node.next_functions
 
 
 def require_no_graph(block: nn.Module, name: str, buffer: torch.Tensor) -> None:
     if buffer.requires_grad:
-        raise ValueError(
-            f"the forward of {type(block).__name__} gives its buffer {name!r} a value that needs "
-            "a gradient, but in scanned blocks gradients flow only through the returned tensor. "
-            "Call detach() on it, add its effect to that tensor, or wrap each block separately"
-        )
+        what = f"gives its buffer {name!r} a value that needs a gradient"
+        raise _forward_error(block, what, "call detach() on it, add its effect to the result")
 
 
-class ForbidHostRandomNumbers(TorchFunctionMode):
-    """Around the call of ``block``: drawing random numbers on the host raises ValueError."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self._block = block
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "").rstrip("_")
-        if name in _DRAWS and isinstance(found, torch.Tensor) and found.device.type == "cpu":
-            raise ValueError(
-                f"the forward of {type(self._block).__name__} draws random numbers on the host "
-                f"({name}). Scanned blocks are traced once for all, so all would get the same, and "
-                "their backward different ones: draw on the device of the input (torch.rand((), "
-                "device=x.device)) and choose by torch.where, or wrap each block separately"
-            )
-        return found
-
-
-class ForbidReads(TorchFunctionMode):
-    """Around the call of ``block``: reading a value computed from ``given`` raises ValueError.
+class ForbidHostValues(TorchFunctionMode):
+    """Around the call of ``block``: raises ValueError if the host draws random numbers, or reads a
+    value computed from ``given``.
 
     ``given``: ids of device values that exist only in the loop. torch_xla would end the process.
     """
@@ -431,15 +399,20 @@ class ForbidReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
         if func in READS and reads_to_host(func, args, kwargs):
             if inputs_of(xla_tensors((args, kwargs))) & self._given:
-                raise ValueError(
-                    f"the forward of {type(self._block).__name__} reads values on the host "
-                    f"({getattr(func, '__name__', func)}), but scanned blocks are traced once for "
-                    "all, and their values exist only in the loop. Compute on the device "
-                    "(torch.where instead of if), or wrap each block separately"
-                )
-        return func(*args, **kwargs)
+                remedy = "compute on the device (torch.where instead of if)"
+                raise _forward_error(self._block, f"reads values on the host ({name})", remedy)
+        found = func(*args, **kwargs)
+        name = name.rstrip("_")
+        if name in _DRAWS and isinstance(found, torch.Tensor) and found.device.type == "cpu":
+            what = f"draws random numbers on the host ({name})"
+            remedy = (
+                "draw on the device (torch.rand((), device=x.device)) and choose by torch.where"
+            )
+            raise _forward_error(self._block, what, remedy)
+        return found
 
 
 class HookTensors(TorchFunctionMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,8 @@ class Stack:
         uses: modules of the template that use it, and their attribute names.
         layout: how a block's parameter is cut; ``None`` for a buffer.
         shared: whether a buffer is the same tensor in all blocks, and therefore not stacked.
+        pieces: the buffer or shard of each block, until they are stacked.
+        late: names of what has no values, by its offset in the stack.
     """
 
     names: list[str]
@@ -55,6 +57,8 @@ class Stack:
     layout: Layout | None = None
     wide: bool = False
     shared: bool = False
+    pieces: list[torch.Tensor] = field(default_factory=list)
+    late: dict[Key, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -214,11 +218,8 @@ class ScanBuilder(Builder):
         self.on_device = False
         self._template: nn.Module | None = None
         self._described: dict = {}
-        self._stacks: dict[str, Stack] = {}
-        self._pieces: dict[str, list[torch.Tensor]] = {}  # by block
-        self._attributes: dict[str, dict] = {}  # that users set on the first block's parameters
+        self._stacks: list[Stack] = []
         self._cast: dict[str, torch.dtype] = {}
-        self._late: dict[str, dict[Key, str]] = {}  # by stack, what has no values
         # Keeps parameters alive, so that identities stay unique.
         self._seen: dict[nn.Parameter, int] = {}
 
@@ -235,17 +236,17 @@ class ScanBuilder(Builder):
         if self._template is None:
             raise ValueError("scan_blocks needs at least one block, got none. Pass the blocks")
         unit = ScanUnit(self.options, self.world, self._template)
-        for name, stack in self._stacks.items():
+        for stack in self._stacks:
             if stack.layout is not None:
-                self._stack_shards(stack, self._pieces.pop(name), self._template)
+                self._stack_shards(stack)
                 unit.parameters.append(stack)
             else:
-                self._stack_buffer(stack, self._pieces.pop(name))
+                self._stack_buffer(stack)
                 unit.buffers.append(stack)
-        for name, keys in self._late.items():
-            stack = self._stacks[name]
-            use = stack.uses[0] if stack.layout is None else None
-            unit.uninitialized.append(UninitializedTensor(stack.value, keys, use))
+            stack.pieces.clear()
+            if stack.late:
+                use = stack.uses[0] if stack.layout is None else None
+                unit.uninitialized.append(UninitializedTensor(stack.value, stack.late, use))
         if self.options.mixed_precision is not None:
             compute_in_float32(self.options.mixed_precision, list(self._template.modules()))
         unit.describe_blocks(depth, self._cast)
@@ -267,16 +268,12 @@ class ScanBuilder(Builder):
                 "each in the backward, as checkpoint_module does"
             )
         for name, parameter in block.named_parameters():
-            if sharded_tensor_of(parameter) is not None:
-                raise ValueError(
-                    f"block {number} shares the parameter {name} with a wrapped module, which "
-                    "scanned blocks do not support. Untie it, or wrap each block separately"
-                )
             other = self._seen.setdefault(parameter, number)
-            if other != number:
+            if other != number or sharded_tensor_of(parameter) is not None:
+                sharer = "a wrapped module" if other == number else f"block {other}"
                 raise ValueError(
-                    f"blocks {other} and {number} share the parameter {name}, which scanned blocks "
-                    "do not support. Wrap each block separately"
+                    f"block {number} shares the parameter {name} with {sharer}, which scanned "
+                    "blocks do not support. Untie it, or wrap each block separately"
                 )
         for path, module in block.named_modules():
             require_shardable_parameters(dotted(str(number), path), module)
@@ -300,15 +297,17 @@ class ScanBuilder(Builder):
         require_same_attributes(self._template, block, number, self.ignore)
         if block is self._template:
             self._find_stacks(block)
-        for name, stack in self._stacks.items():
-            layout, first = stack.layout, number
-            tensor: Any = block.get_buffer(name) if layout is None else block.get_parameter(name)
-            if layout is not None:
-                first *= torch.Size(layout.shard_shape).numel()
-            if is_deferred(tensor):  # a load gives it values, at this offset in the stack
-                late = self._late.setdefault(name, {})
-                late[first, 0] = dotted(str(len(late)), name)
-            self._pieces[name].append(tensor if layout is None else self._cut(tensor, layout))
+        for stack in self._stacks:
+            name, layout = stack.name, stack.layout
+            if layout is None:
+                tensor, first = block.get_buffer(name), number
+                stack.pieces.append(tensor)
+            else:
+                tensor = block.get_parameter(name)
+                first = number * torch.Size(layout.shard_shape).numel()
+                stack.pieces.append(self._cut(tensor, layout))
+            if is_deferred(tensor):  # a load gives it values
+                stack.late[first, 0] = dotted(str(number), name)
 
     def _find_stacks(self, block: nn.Module) -> None:
         uses: dict[torch.Tensor, dict[tuple[nn.Module, str], None]] = {}
@@ -325,9 +324,7 @@ class ScanBuilder(Builder):
             if isinstance(tensor, nn.Parameter):
                 stack.layout = self.layout_of(tensor)
                 stack.wide = stack.uses[0][0] in self.wide
-                self._attributes[stack.name] = dict(tensor.__dict__)
-            self._stacks[stack.name] = stack
-            self._pieces[stack.name] = []
+            self._stacks.append(stack)
 
     @torch.no_grad()
     def _cut(self, parameter: nn.Parameter, layout: Layout) -> torch.Tensor:
@@ -335,21 +332,20 @@ class ScanBuilder(Builder):
         release(parameter)
         return shard
 
-    def _stack_shards(self, stack: Stack, shards: list[torch.Tensor], template: nn.Module) -> None:
-        trainable = template.get_parameter(stack.name).requires_grad
+    def _stack_shards(self, stack: Stack) -> None:
+        of_template, first = stack.value, stack.pieces[0]
         with torch.no_grad():
-            first = shards[0]
-            if is_simulated_rank() and len(shards) * first.numel() >= LARGE:
-                values = fake_cpu_tensor((len(shards), *first.shape), first.dtype)
+            if is_simulated_rank() and len(stack.pieces) * first.numel() >= LARGE:
+                values = fake_cpu_tensor((len(stack.pieces), *first.shape), first.dtype)
             else:
-                values = torch.stack(shards)
-            parameter = self.stored(values, trainable)
-        parameter.__dict__.update(self._attributes[stack.name])
+                values = torch.stack(stack.pieces)
+            parameter = self.stored(values, of_template.requires_grad)
+        parameter.__dict__.update(of_template.__dict__)  # what users have set
         stack.put(parameter)
 
-    def _stack_buffer(self, stack: Stack, buffers: list[torch.Tensor]) -> None:
-        agreed = {id(buffer): self.agreed(buffer) for buffer in buffers}
-        buffers = [agreed[id(buffer)] for buffer in buffers]
+    def _stack_buffer(self, stack: Stack) -> None:
+        agreed = {id(buffer): self.agreed(buffer) for buffer in stack.pieces}
+        buffers = [agreed[id(buffer)] for buffer in stack.pieces]
         first = buffers[0]
         dtype = self.dtype_of(first, (module for module, _ in stack.uses))
         if dtype is not first.dtype:

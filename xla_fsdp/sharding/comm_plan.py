@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -64,9 +65,7 @@ class Collective:
         dtype = str(self.dtype).removeprefix("torch.")
         stages = " then ".join(
             f"{len(groups)} {'rings' if rings else 'groups'} of {len(groups[0])}"
-            for groups, rings in zip(
-                self.route.stages, self.route.rings or [None] * len(self.route.stages), strict=True
-            )
+            for groups, rings in zip_longest(self.route.stages, self.route.rings)
         )
         waits = "".join(
             f", after {wait.event.value}" + (f" {wait.before} before" if wait.before else "")

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from ..files import parse_record
 from ..wording import to_one_line
 from .chips import CHIPS, Chip
 from .topology import Slice
@@ -126,17 +127,9 @@ class Calibration:
             FileNotFoundError: there is no such file.
             CalibrationError: it is no calibration, or of another version, or damaged.
         """
-        wanted = "expected what python -m xla_fsdp.preflight --measure --calibration wrote"
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise CalibrationError(f"{path} is not JSON: {wanted}") from error
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise CalibrationError(f"{path} is some other JSON: {wanted}")
-        if data.get("version") != _VERSION:
-            raise CalibrationError(
-                f"{path} has version {data.get('version')!r}, allowed is {_VERSION}: measure again"
-            )
+        wanted = "expected what python -m xla_fsdp.preflight --measure --calibration writes"
+        content = Path(path).read_bytes()
+        data = parse_record(content, str(path), _FORMAT, _VERSION, wanted, CalibrationError)
         source = os.path.basename(os.fspath(path))
         try:
             found = data["calibration"]

@@ -9,7 +9,7 @@ without a TPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -172,29 +172,22 @@ class Chip:
 
     @cached_property
     def slices(self) -> Mapping[int, tuple[int, ...]]:
-        """The shape in chips of each named slice, by its TensorCores: the 32 of "v3-32"."""
-        shapes = (*self.shapes, *self._cubes())
-        return MappingProxyType({prod(shape) * self.tensor_cores: shape for shape in shapes})
+        """The shape in chips of each named slice, by its TensorCores: the 32 of "v3-32".
 
-    def _cubes(self) -> Iterator[tuple[int, ...]]:
-        """For each number of cubes a * b * c, the shape with the smallest sum.
-
-        cloud.google.com/tpu/docs/types-topologies. Agrees with MaxText's
-        accelerator_to_spec_map.py.
+        Of each number of cubes a * b * c the shape with the smallest sum, as in
+        cloud.google.com/tpu/docs/types-topologies and MaxText's accelerator_to_spec_map.py.
         """
-        edge = self.cube
+        shapes, edge = [*self.shapes], self.cube
         for count in range(1, self.largest_slice // edge**3 + 1 if edge else 1):
-            a, b, c = min(
-                (
-                    (a, b, count // (a * b))
-                    for a in range(1, round(count ** (1 / 3)) + 1)
-                    if count % a == 0
-                    for b in range(a, int((count // a) ** 0.5) + 1)
-                    if count // a % b == 0
-                ),
-                key=sum,
-            )
-            yield a * edge, b * edge, c * edge
+            splits = [
+                (a, b, count // (a * b))
+                for a in range(1, round(count ** (1 / 3)) + 1)
+                if count % a == 0
+                for b in range(a, int((count // a) ** 0.5) + 1)
+                if count // a % b == 0
+            ]
+            shapes.append(tuple(edge * length for length in min(splits, key=sum)))
+        return MappingProxyType({prod(shape) * self.tensor_cores: shape for shape in shapes})
 
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
         """Which axes of a slice of ``shape`` chips are rings.

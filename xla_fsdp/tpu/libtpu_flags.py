@@ -51,11 +51,6 @@ def read(arguments: str) -> dict[str, str]:
     return found
 
 
-def without_dashes(arguments: str) -> list[str]:
-    """Words that look like options and are none for libtpu."""
-    return [word for word in arguments.split() if re.match(r"xla_\w+=", word)]
-
-
 def written(options: Mapping[str, str]) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items()]
 

@@ -156,7 +156,8 @@ class Links:
         if not route.links:
             return self._inside(sent)
         links, hops = route.links, route.hops
-        if _one_ring(collective.emitter):
+        emitter = collective.emitter  # one ring: "1DAllGatherNonMajorDim", but not "StrategyND"
+        if emitter.startswith("1D") or ("Ring" in emitter and "ND" not in emitter):
             links, hops = min(links, 2), max(hops, route.ranks // route.cores // 2)
         if collective.kind == "all-to-all":
             load = route.crossing * collective.bytes
@@ -262,8 +263,3 @@ def _grid(chips: Counter[_Position]) -> tuple[list[int], ...] | None:
         return None
     sides = tuple(sorted(set(places)) for places in zip(*chips, strict=True))
     return sides if len(chips) == len(sides[0]) * len(sides[1]) * len(sides[2]) else None
-
-
-def _one_ring(emitter: str) -> bool:
-    """Whether libtpu's algorithm is one ring: "1DAllGatherNonMajorDim", but not "StrategyND"."""
-    return emitter.startswith("1D") or ("Ring" in emitter and "ND" not in emitter)

@@ -52,7 +52,7 @@ def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
                     f"not set: {_REMEDY}"
                 )
         return None
-    if not re.fullmatch(r"[0-9]{1,5}", count) or int(count) < 1:
+    if not _is_number(count, 1, 100_000):
         raise ValueError(f"{COUNT}={count!r} must be a number from 1 on: {_REMEDY}")
     slices = int(count)
     if slices == 1:  # one slice of several can run alone
@@ -61,21 +61,22 @@ def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
         if name not in given:
             raise ValueError(f"{COUNT}={slices}, but {name} is not set: {_REMEDY}")
     number = given[NUMBER]
-    if not re.fullmatch(r"[0-9]{1,5}", number) or int(number) >= slices:
+    if not _is_number(number, 0, slices):
         raise ValueError(
             f"{NUMBER}={number!r} must be a number from 0 to {slices - 1}, as {COUNT}={slices}: "
             f"each slice has another one, and all hosts of a slice the same. {_REMEDY}"
         )
-    if PORT in given and not _is_port(given[PORT]):
-        raise ValueError(f"{PORT}={given[PORT]!r} must be a port, a number from 1 to 65535")
-    port = int(given.get(PORT, DEFAULT_PORT))
-    return PlaceAmongSlices(slices, int(number), _host(given[COORDINATOR]), port)
+    port = given.get(PORT, str(DEFAULT_PORT))
+    if not _is_number(port, 1, 1 << 16):
+        raise ValueError(f"{PORT}={port!r} must be a port, a number from 1 to 65535")
+    return PlaceAmongSlices(slices, int(number), _host(given[COORDINATOR]), int(port))
 
 
 def _host(address: str) -> str:
     plain = address.rpartition("//")[2]  # grpc names: dns:///host:port
     host, _, port = plain.rpartition(":") if ":" in plain else (plain, "", "")
-    if not re.fullmatch(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]", host) or (port and not _is_port(port)):
+    is_host = re.fullmatch(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]", host)
+    if not is_host or (port and not _is_number(port, 1, 1 << 16)):
         raise ValueError(
             f"{COORDINATOR}={address!r} must be HOST or HOST:PORT, the first host of slice 0, the "
             f"same on all slices. {_REMEDY}"
@@ -83,8 +84,8 @@ def _host(address: str) -> str:
     return host
 
 
-def _is_port(text: str) -> bool:
-    return re.fullmatch(r"[0-9]{1,5}", text) is not None and 0 < int(text) < 1 << 16
+def _is_number(text: str, low: int, end: int) -> bool:
+    return re.fullmatch(r"[0-9]{1,5}", text) is not None and low <= int(text) < end
 
 
 def ranks_by_slice(attributes: Sequence[Mapping[str, object]]) -> Groups:

@@ -10,20 +10,13 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 from .chips import CHIPS, Chip
 
 # libtpu's default: chips of one host along x, y, z.
 _HOST = (2, 2, 1)
-
-
-def _named() -> dict[str, tuple[Chip, tuple[int, ...]]]:
-    return {
-        f"{chip.accelerator}-{size}": (chip, shape)
-        for chip in CHIPS.values()
-        for size, shape in chip.slices.items()
-    }
 
 
 def _chip_called(name: str) -> Chip | None:
@@ -124,14 +117,9 @@ class Slice:
         As in libtpu 0.0.21. A topology description lists ``devices`` host by host: sort them by
         ``id``.
         """
-        x_size, y_size, z_size, cores = self.device_shape
-        return tuple(
-            (x, y, z, core)
-            for z in range(z_size)
-            for y in range(y_size)
-            for x in range(x_size)
-            for core in range(cores)
-        )
+        x_size, y_size, z_size, cores = map(range, self.device_shape)
+        slowest_first = product(z_size, y_size, x_size, cores)
+        return tuple((x, y, z, core) for z, y, x, core in slowest_first)
 
     @staticmethod
     def _xyz(fill: int, values: tuple[int, ...]) -> tuple[int, int, int]:
@@ -141,7 +129,7 @@ class Slice:
 
 def names() -> tuple[str, ...]:
     """Without shapes and the alias v5e-N."""
-    return tuple(_named())
+    return tuple(f"{chip.accelerator}-{size}" for chip in CHIPS.values() for size in chip.slices)
 
 
 def resolve(name: str) -> Slice:
@@ -156,43 +144,34 @@ def resolve(name: str) -> Slice:
     text = given.lower()
     several = re.fullmatch(r"([0-9]{1,4})x([a-z].+)", text)
     if several:
-        return _several(given, int(several[1]), resolve(several[2]))
+        count, one = int(several[1]), resolve(several[2])
+        if count < 1:
+            raise UnknownTopologyError(given, f"{count} slices")
+        if count > 1 and not one.chip.dcn_bandwidth:
+            family = one.chip.family
+            reason = f"{family} slices are not joined to train one model (v4 and later are)"
+            raise UnknownTopologyError(given, reason)
+        return replace(one, name=given, count=count)
     family, colon, size = text.partition(":" if ":" in text else "-")
     chip = _chip_called(family)
     if chip is None:
         raise UnknownTopologyError(given, f"there is no TPU family {family!r}")
     if colon == ":":
-        shape = _parse_shape(given, chip, size)
-    elif (found := _named().get(f"{chip.accelerator}-{size}")) is not None:
-        _, shape = found
+        if not re.fullmatch(r"[0-9]{1,6}(x[0-9]{1,6})*", size):
+            reason = f"after the colon go the chips along each axis, such as 4x4, not {size!r}"
+            raise UnknownTopologyError(given, reason)
+        shape = tuple(int(length) for length in size.split("x"))
+        if chip.torus_dimension == 2 and len(shape) == 3 and shape[2] == 1:
+            shape = shape[:2]
+        if wrong := _why_not_shape(chip, shape):
+            raise UnknownTopologyError(given, wrong)
+    elif size in map(str, chip.slices):
+        shape = chip.slices[int(size)]
     else:
         counted = "chips" if chip.tensor_cores == 1 else "TensorCores"
         reason = f"there is no {family} slice of {size or 'no'} {counted}"
         raise UnknownTopologyError(given, reason)
     return Slice(given, chip, shape, chip.wraps(shape))
-
-
-def _several(given: str, count: int, one: Slice) -> Slice:
-    if count < 1:
-        raise UnknownTopologyError(given, f"{count} slices")
-    if count > 1 and not one.chip.dcn_bandwidth:
-        reason = f"{one.chip.family} slices are not joined to train one model (v4 and later are)"
-        raise UnknownTopologyError(given, reason)
-    return replace(one, name=given, count=count)
-
-
-def _parse_shape(given: str, chip: Chip, lengths: str) -> tuple[int, ...]:
-    if not re.fullmatch(r"[0-9]{1,6}(x[0-9]{1,6})*", lengths):
-        raise UnknownTopologyError(
-            given, f"after the colon go the chips along each axis, such as 4x4, not {lengths!r}"
-        )
-    shape = tuple(int(length) for length in lengths.split("x"))
-    if chip.torus_dimension == 2 and len(shape) == 3 and shape[2] == 1:
-        shape = shape[:2]
-    reason = _why_not_shape(chip, shape)
-    if reason:
-        raise UnknownTopologyError(given, reason)
-    return shape
 
 
 def _why_not_shape(chip: Chip, shape: tuple[int, ...]) -> str | None:
@@ -222,13 +201,13 @@ def _closest(name: str) -> tuple[str, ...]:
     if chip is not None and size.isascii() and size.isdigit():
         nearest = sorted(chip.slices, key=lambda known: abs(known - int(size)))[:3]
         return tuple(f"{chip.accelerator}-{known}" for known in nearest)
-    known = _named()
     shapes = [
         f"{chip.family}:{'x'.join(map(str, shape))}"
-        for chip, shape in known.values()
+        for chip in CHIPS.values()
+        for shape in chip.slices.values()
         if prod(shape) <= 512
     ]
-    candidates = list(dict.fromkeys([*known, *shapes]))
+    candidates = list(dict.fromkeys([*names(), *shapes]))
     return tuple(difflib.get_close_matches(text, candidates, n=3, cutoff=0.5))
 
 

@@ -30,6 +30,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
 
 from ... import xlac
 from ...checkpoint.full_state import full_state_dict
+from ...compiled.cache import platform_of_ranks
 from ...ranks.launch import launch
 from ...ranks.rank import current_rank
 
@@ -45,7 +46,7 @@ def in_rank() -> bool:
 
 def on_cpu() -> bool:
     """Whether ranks are (or would be) threads of one process."""
-    return os.environ.get("PJRT_DEVICE", "").startswith("CPU") or not xlac.chips_of_host()
+    return platform_of_ranks() == "CPU"
 
 
 def ranks_of_this_host() -> int:

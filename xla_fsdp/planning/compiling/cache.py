@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ...cache_folders import default_cache_folder
+from ...files import default_cache_folder
 from ..records import CompilerMemory, reader
 
 

@@ -13,6 +13,7 @@ import numpy
 
 from ... import extras
 from ...deprecated import accept_old_names
+from ...files import parse_record
 from ..compiling.cache import write_whole
 from ..records import CompilerMemory, HostNeeds, Part, Schedule, Timing, reader
 from . import page, tables
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .beside import Beside
 
 _FORMAT, _VERSION = "xla_fsdp plan", 1
-_EXPECTED = f"expected a report of Report.save(), JSON with format {_FORMAT!r}"
+_EXPECTED = f"expected a report of Report.save(), JSON with format {_FORMAT!r}; plan again"
 
 
 @accept_old_names
@@ -170,25 +171,17 @@ class Report:
         return json.dumps(data, default=_plain)
 
     @classmethod
-    def from_json(cls, text: str, source: str = "this text") -> Report:
+    def from_json(cls, text: str | bytes, source: str = "this text") -> Report:
         """Read the report that ``to_json`` wrote; sequences become tuples.
 
         Raises ValueError, which names ``source``, if the text is not such a report.
         """
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{source} is not JSON ({error}): {_EXPECTED}") from error
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise ValueError(f"{source} is some other JSON: {_EXPECTED}")
-        if data.get("version") != _VERSION:
-            found = data.get("version")
-            raise ValueError(f"{source} has version {found!r}, allowed is {_VERSION}: plan again")
+        data = parse_record(text, source, _FORMAT, _VERSION, _EXPECTED)
         try:
             report: Report = reader(cls)(data.get("report"))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
             found = f"{type(error).__name__}: {error}"
-            message = f"{source} is damaged ({found}): {_EXPECTED}; plan again"
+            message = f"{source} is damaged ({found}): {_EXPECTED}"
             raise ValueError(message) from error
         return report
 
@@ -205,11 +198,7 @@ class Report:
 
         Raises FileNotFoundError, or ValueError if the file is not a report.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not text: {_EXPECTED}") from error
-        return cls.from_json(text, str(path))
+        return cls.from_json(Path(path).read_bytes(), str(path))
 
     def compare(self, other: Report) -> Comparison:
         """Compare this report with another one; ratios are this one over the other.

@@ -18,11 +18,12 @@ from torch import nn
 
 from ...collectives.order import BackwardPrefetch
 from ...collectives.routes import require_collective_routes
+from ...compiler_options import limit_scoped_vmem
 from ...deprecated import accept_old_names, rename_keys
+from ...files import parse_record
 from ...ranks.slices import slices_of_ranks
 from ...remat import checkpoint_module
 from ...scan.blocks import scan_blocks
-from ...tpu.compiler_options import limit_scoped_vmem
 from ...wrap import size_based_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
 from ..compiling.cache import write_whole
@@ -323,22 +324,15 @@ class ShardingSettings:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
 
     @classmethod
-    def from_json(cls, text: str, source: str = "this text") -> ShardingSettings:
+    def from_json(cls, text: str | bytes, source: str = "this text") -> ShardingSettings:
         """Read the settings that :meth:`to_json` wrote.
 
         Raises ValueError, which names ``source``, for other JSON, an unknown key, or a wrong value.
         """
-        try:
-            record = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{source} is not JSON: {error}") from error
-        if not isinstance(record, dict) or record.pop("format", None) != FORMAT:
-            raise ValueError(f'{source} has no "format": "{FORMAT}": it is not what tune wrote')
-        version = record.pop("version", None)
-        if version != VERSION:
-            raise ValueError(
-                f"{source} has version {version!r}; this release of xla_fsdp reads {VERSION}"
-            )
+        record = parse_record(
+            text, source, FORMAT, VERSION, "expected what tune wrote; run it again"
+        )
+        del record["format"], record["version"]
         record = rename_keys("ShardingSettings", record)
         if record.pop("blocks_per_unit", 1) != 1:
             raise ValueError(
@@ -365,8 +359,7 @@ class ShardingSettings:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardingSettings:
         """Read what :meth:`save` wrote; FileNotFoundError, or ValueError as :meth:`from_json`."""
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-        return cls.from_json(text, str(path))
+        return cls.from_json(Path(path).read_bytes(), str(path))
 
     def changed(self, **values: Any) -> ShardingSettings:
         """Return a copy of these settings with other ``values``."""
