@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from . import xlac
 from .collectives.host_data import as_data, fake_cpu_tensor
+from .ranks.autograd_thread import in_backward
 from .ranks.rank import is_simulated_rank
 from .sharding.cpu_offload import HostShard
 from .sharding.layout import computed_in
@@ -258,7 +259,7 @@ class Stream:
     def _is_temporary_copy(self) -> bool:
         """Not if it is the root's, which all forwards use, or if its backward follows a
         recomputation."""
-        return not self._unit.is_root and torch._C._current_graph_task_id() == -1
+        return not (self._unit.is_root or in_backward())
 
     def mark_backward_end(self, inputs: Any) -> Any:
         """``inputs`` of the forward, with a graph node that runs when their gradients exist."""
