@@ -11,7 +11,7 @@ from test_special_uses import inputs, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp.sharding.unreduced import UnreducedGradient
+from xla_fsdp.sharding.shard_reductions import UnreducedGradient
 
 COLLECTIVE = re.compile(
     r"= (\w+)\[([\d,]*)\][^=]* (all-gather|reduce-scatter|all-reduce|all-to-all)\("

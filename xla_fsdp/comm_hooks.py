@@ -16,6 +16,7 @@ __all__ = [
     "reduce_scatter_hook",
 ]
 
+_WIDE = (torch.float32, torch.float64)
 _REMOVED = ("PowerSGDState", "powerSGD_hook")  # for one release
 
 
@@ -47,9 +48,7 @@ def bf16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
     """
     _require_no_state("bf16_compress_hook", state)
     buffer = bucket.buffer()
-    if _is_wider(buffer):
-        return bucket.reduce(buffer.to(torch.bfloat16))
-    return bucket.reduce()
+    return bucket.reduce(buffer.to(torch.bfloat16) if buffer.dtype in _WIDE else None)
 
 
 def fp16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
@@ -60,17 +59,13 @@ def fp16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
     """
     _require_no_state("fp16_compress_hook", state)
     buffer = bucket.buffer()
-    if _is_wider(buffer):
-        # Dividing partly before the sum avoids an overflow.
-        before = 1
-        while before * before < bucket.ranks:
-            before *= 2
-        return bucket.reduce((buffer / before).to(torch.float16), divided_by=before)
-    return bucket.reduce()
-
-
-def _is_wider(buffer: torch.Tensor) -> bool:
-    return buffer.dtype in (torch.float32, torch.float64)
+    if buffer.dtype not in _WIDE:
+        return bucket.reduce()
+    # Dividing partly before the sum avoids an overflow.
+    before = 1
+    while before * before < bucket.ranks:
+        before *= 2
+    return bucket.reduce((buffer / before).to(torch.float16), divided_by=before)
 
 
 def _require_no_state(name: str, state: object) -> None:

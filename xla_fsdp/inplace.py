@@ -51,19 +51,6 @@ class MixedPrecisionPolicy:
         dtypes = ("param_dtype", "reduce_dtype", "output_dtype")
         require_flags_and_dtypes(self, ("cast_forward_inputs",), dtypes)
 
-    @property
-    def as_option(self) -> MixedPrecision | None:
-        """Does the same, except for the outputs."""
-        if self.param_dtype is None and self.reduce_dtype is None:
-            return None
-        cast = self.cast_forward_inputs
-        return MixedPrecision(
-            self.param_dtype,
-            self.reduce_dtype,
-            cast_forward_inputs=cast,
-            cast_root_forward_inputs=cast,
-        )
-
 
 @dataclass(frozen=True)
 class OffloadPolicy:
@@ -132,12 +119,21 @@ def fully_shard(
             f"shard_placement_fn={shard_placement_fn!r} is not supported: parameters are cut as "
             "vectors, which divides every shape evenly. Leave it out; results are the same"
         )
+    mixed = None
+    if precision.param_dtype is not None or precision.reduce_dtype is not None:
+        cast = precision.cast_forward_inputs
+        mixed = MixedPrecision(
+            precision.param_dtype,
+            precision.reduce_dtype,
+            cast_forward_inputs=cast,
+            cast_root_forward_inputs=cast,
+        )
     if reshard_after_forward is not None:
         options |= {"reshard_after_forward": reshard_after_forward}
     given = replace(
         FSDPOptions.of(FULLY_SHARD, **options),
         device_mesh=None if mesh is None else checked_mesh(mesh, "mesh"),
-        mixed_precision=precision.as_option,
+        mixed_precision=mixed,
         cpu_offload=CPUOffload() if isinstance(offload_policy, CPUOffloadPolicy) else None,
         ignored_parameters=as_list("ignored_params", ignored_params, (nn.Parameter,)),
         disable_reshard_on_root=reshard_after_forward is None,
@@ -146,7 +142,12 @@ def fully_shard(
     for one in modules:
         _require_names_free(one)
     for one in modules:
-        _become_sharded(one, make_unit(one, one, given), precision)
+        unit = make_unit(one, one, given)
+        unit.output_dtype = precision.output_dtype
+        one.__dict__["_unit"] = unit
+        one.__class__ = _sharded_class(type(one))  # type: ignore[arg-type]  # Module is hashable
+        one._register_state_dict_hook(export_local_tensors)
+        one.register_load_state_dict_pre_hook(_before_load)
     return module
 
 
@@ -161,14 +162,6 @@ def _require_names_free(module: Any) -> None:
             f"{type(module).__name__} has an attribute {taken[0]!r}, which a method of FSDPModule "
             "would hide. Rename it, or wrap the module with XlaFullyShardedDataParallel"
         )
-
-
-def _become_sharded(module: nn.Module, unit: FSDPState, precision: MixedPrecisionPolicy) -> None:
-    unit.output_dtype = precision.output_dtype
-    module.__dict__["_unit"] = unit
-    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]  # Module is hashable
-    module._register_state_dict_hook(export_local_tensors)
-    module.register_load_state_dict_pre_hook(_before_load)
 
 
 def _before_load(
@@ -195,12 +188,12 @@ def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     return type(f"FSDP{original.__name__}", (FSDPModule, original), own)
 
 
-def _is_computing(unit: FSDPState) -> bool:
-    """Whether this thread executes a forward of ``unit``, or recomputes a part of one.
-
-    A recomputation has full parameters, and must save the same tensors as the forward.
-    """
-    return any(one.unit is unit for one in computing_passes())
+def _run(unit: FSDPState, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    # In a forward of `unit`, and in a recomputation of a part of one, parameters are full; a
+    # recomputation must save the same tensors as the forward.
+    if any(one.unit is unit for one in computing_passes()):
+        return call(*args, **kwargs)
+    return unit.run(call, args, kwargs)
 
 
 def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
@@ -210,16 +203,12 @@ def _watched(name: str, function: types.FunctionType) -> Callable[..., Any]:
         method = getattr(super(FSDPModule, self), name)
         unit = self._unit
         if name == "forward" or name in unit.forward_methods:
-            inside = _is_computing(unit)
-            return method(*args, **kwargs) if inside else unit.run(method, args, kwargs)
-        if unit.has_full_parameters():
-            return method(*args, **kwargs)
-        if not unit.summoned and any(
-            remaining_uninitialized(one.uninitialized) for one in unique_units(self)
-        ):
-            # The method initializes the parameters.
-            with summon_full_params(self):
-                return method(*args, **kwargs)
+            return _run(unit, method, args, kwargs)
+        if not (unit.has_full_parameters() or unit.summoned):
+            if any(remaining_uninitialized(one.uninitialized) for one in unique_units(self)):
+                # The method initializes the parameters.
+                with summon_full_params(self):
+                    return method(*args, **kwargs)
         return method(*args, **kwargs)
 
     return call
@@ -249,10 +238,7 @@ class FSDPModule(ShardedModule):
         return original(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().__call__
-        if _is_computing(self._unit):
-            return call(*args, **kwargs)
-        return self._unit.run(call, args, kwargs)
+        return _run(self._unit, super().__call__, args, kwargs)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
         """As in torch: parameters and buffers have no values until they are given some.
@@ -406,7 +392,5 @@ def _require_sharded(method: str, modules: Any) -> None:
         raise ValueError(f"{method} takes a list of modules, got {modules!r}")
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{method} takes modules that fully_shard was called on, got a "
-                f"{type(module).__name__}"
-            )
+            kind = type(module).__name__
+            raise ValueError(f"{method} takes modules that fully_shard was called on, got a {kind}")

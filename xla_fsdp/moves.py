@@ -28,7 +28,11 @@ def watch_moves() -> None:
         for parameter, ((first, name), *others) in places.items():
             now = first._parameters[name]
             if now is not parameter and now is not None:
-                _copy_attributes(parameter, now)
+                vars(now).update({**vars(parameter), **vars(now)})
+                for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                    if getattr(parameter, hooks):
+                        setattr(now, hooks, getattr(parameter, hooks))
+                setattr(parameter, REPLACED, True)
             for module, other in others:
                 if module._parameters[other] is not now:
                     setattr(module, other, now)  # also updates the list of recurrent layers
@@ -36,14 +40,6 @@ def watch_moves() -> None:
 
     setattr(to, _WATCHES, True)
     nn.Module.to = to  # type: ignore[assignment, method-assign]
-
-
-def _copy_attributes(parameter: nn.Parameter, now: nn.Parameter) -> None:
-    vars(now).update({**vars(parameter), **vars(now)})
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(parameter, hooks):
-            setattr(now, hooks, getattr(parameter, hooks))
-    setattr(parameter, REPLACED, True)
 
 
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from . import xlac
 from .collectives.host_data import as_data, fake_cpu_tensor
+from .ranks.autograd_thread import in_backward
 from .ranks.rank import is_simulated_rank
 from .sharding.cpu_offload import HostShard
 from .sharding.layout import computed_in
@@ -280,7 +281,7 @@ class Stream:
 
     def end_forward(self) -> None:
         # All forwards use the root's copies; after a recomputation, the backward follows.
-        if not self._unit.is_root and torch._C._current_graph_task_id() == -1:
+        if not (self._unit.is_root or in_backward()):
             self._unit.order.end_forward()
             self.traffic.cut()
             self._drop()

@@ -132,11 +132,10 @@ def recursive_wrap(
         if not auto_wrap_policy(module=module, recurse=True, unwrapped_params=total):
             return module, 0
         wrapped = 0
+        leaf = isinstance(module, tuple(LEAVES))  # overrides the policy
         # named_children() omits a module's second name.
-        for name, child in list(module._modules.items()):
+        for name, child in () if leaf else list(module._modules.items()):
             if child is None or child in ignored_modules:
-                continue
-            if isinstance(module, tuple(LEAVES)):  # overrides the policy
                 continue
             if child not in done:
                 done[child] = wrap(child)

@@ -17,6 +17,7 @@ from torch import nn
 from ..checkpoint.rank_exchange import RankExchange
 from ..collectives.random_state import synced_device
 from ..planning.tracing.naming import plain
+from ..ranks.autograd_thread import in_backward
 from ..scan.blocks import ScannedBlocks
 from ..sharding.sharded_parameter import reduced_grad
 from ..tree import tensors_in
@@ -222,7 +223,7 @@ class detect_divergence:
         seen = _Seen(what, self._step)
         setattr(tensor, _SEEN, seen)
         # A checkpointed module runs again in the backward, and only then with a graph.
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self._forward.append((what, maker, _not_finite(tensor)))
         if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             tensor.register_hook(

@@ -13,7 +13,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.profiler as xp
 import torch_xla.runtime as xr
@@ -26,6 +25,7 @@ from torch.optim.optimizer import (
 from .. import xlac
 from ..collectives.random_state import synced_device
 from ..planning.tracing.naming import Naming
+from ..ranks.autograd_thread import in_backward
 
 
 class profile:
@@ -183,8 +183,7 @@ class _SharedNaming(Naming):
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         # In a backward, the forward determines whether recomputed modules have names.
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward and not self._is_wanted():
+        if not in_backward() and not self._is_wanted():
             return
         with self._lock:
             if not self._users:

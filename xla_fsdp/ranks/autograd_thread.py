@@ -1,4 +1,4 @@
-"""Runs a function on autograd's thread for a device. That thread outlives launches and plans."""
+"""Autograd's thread for a device, which outlives launches and plans."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 import torch_xla.runtime as xr
+
+
+def in_backward() -> bool:
+    """Whether this thread executes a backward, which may recompute a forward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class _Call(torch.autograd.Function):

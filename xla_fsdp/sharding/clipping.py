@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,19 +52,16 @@ def clip_grad_norm_(
             raise ValueError(f"{name} must be positive, got {value}. Pass a number > 0")
     parameters = list(parameters)
     require_reduced(parameters, "clip_grad_norm_")
-    worlds = {id(shard): unit.world for unit in units for shard in unit.shards}
-    by_world: dict[World | None, list[torch.Tensor]] = {}
-    # A rank without a gradient in some world still takes part in the reduction.
-    for unit in units:
-        by_world.setdefault(unit.world, [])
     device = units[0].world.device
-    if any(parameter.requires_grad and id(parameter) not in worlds for parameter in parameters):
-        by_world[None] = []
-    clipped = [(id(p), p.grad.detach()) for p in parameters if p.grad is not None]
-    for identity, grad in clipped:
-        by_world.setdefault(worlds.get(identity), []).append(grad)
-
-    everyone = World.to_reduce_over(None, device)
+    worlds = {id(shard): unit.world for unit in units for shard in unit.shards}
+    # A rank without a gradient in some world still takes part in the reduction.
+    by_world: dict[World | None, list[torch.Tensor]] = {unit.world: [] for unit in units}
+    for parameter in parameters:
+        grad, world = parameter.grad, worlds.get(id(parameter))
+        if parameter.requires_grad:
+            by_world.setdefault(world, [])
+        if grad is not None:
+            by_world.setdefault(world, []).append(grad.detach())
     largest_counts = math.isinf(norm_type)
     total = torch.zeros((), device=device)
     for world, grads in by_world.items():
@@ -74,10 +72,10 @@ def clip_grad_norm_(
             part = largest(torch.stack([part, theirs])) if largest_counts else part + theirs
         if world is None:
             # If only this rank's gradient counted, ranks would scale by different coefficients.
-            world, part = everyone, part if largest_counts else part / everyone.size
+            world = World.to_reduce_over(None, device)
+            part = part if largest_counts else part / world.size
         elif groups is not None:
-            checked = checked_groups("groups", groups, None)
-            world = World.to_reduce_over(checked, device)
+            world = World.to_reduce_over(checked_groups("groups", groups, None), device)
         if largest_counts:
             total = largest(torch.stack([total, largest_of_ranks(part, world)]))
         else:
@@ -88,15 +86,13 @@ def clip_grad_norm_(
     ratio = max_norm / (total + 1e-6)
     # No clamp: in torch_xla it is a maximum too, and turns NaN into a number on CPUs.
     coefficient = torch.where(ratio > 1, torch.ones_like(ratio), ratio)
-    told: torch.Tensor | None = None
-    for _, grad in clipped:
-        factor = coefficient
-        if grad.device != device:
+    coefficients = {device: coefficient}
+    for grad in chain.from_iterable(by_world.values()):
+        if grad.device not in coefficients:
             if is_simulated_rank():
                 continue
-            told = coefficient.cpu() if told is None else told
-            factor = told
-        local(grad).mul_(factor.to(grad.dtype))
+            coefficients[grad.device] = coefficient.cpu()
+        local(grad).mul_(coefficients[grad.device].to(grad.dtype))
     return total
 
 

@@ -5,10 +5,9 @@ Shape letters: ``N`` ranks share a parameter, ``d`` rows a rank in the shape tha
 
 from __future__ import annotations
 
-import abc
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +20,7 @@ from .sharded_tensor import ShardedTensor
 from .unit import Unit
 
 
-class GradBucket(abc.ABC):
+class GradBucket:
     """Gradients of some parameters, and ways to average them over the ranks.
 
     A hook returns what :meth:`reduce` or :meth:`shard_of` gives: the mean gradient of this rank's
@@ -57,47 +56,16 @@ class GradBucket(abc.ABC):
         return self._comms.divisors.product
 
     @property
-    @abc.abstractmethod
     def shard_shape(self) -> tuple[int, ...]:
         """``(d, ...)``, the shape that a hook must return."""
-
-    @abc.abstractmethod
-    def buffer(self) -> torch.Tensor:
-        """All gradients as one tensor, not divided, as :meth:`reduce` takes it."""
-
-    @abc.abstractmethod
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradients, not divided, in the order of ``names``."""
-
-    @abc.abstractmethod
-    def reduce(self, buffer: torch.Tensor | None = None, divided_by: float = 1.0) -> torch.Tensor:
-        """This rank's shard of the mean of ``buffer`` over all ranks, summed in the buffer's dtype.
-
-        Args:
-            buffer: a tensor of the shape of :meth:`buffer`, which is the default.
-            divided_by: the divisor that the hook has already applied to ``buffer``.
-        """
-
-    @abc.abstractmethod
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of ``tensor`` over the ranks that :meth:`reduce` averages over; same shape."""
-
-    @abc.abstractmethod
-    def shard_of(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This rank's shard of full mean ``gradients``, shaped like :meth:`gradients`."""
-
-
-class FullGradients(GradBucket):
-    """Full gradients of a rank before any reduction: ``buffer()`` is ``(N * d, ...)``."""
-
-    @property
-    def shard_shape(self) -> tuple[int, ...]:
         return self._planned.shape
 
     def buffer(self) -> torch.Tensor:
+        """All gradients as one tensor ``(N * d, ...)``, not divided, as :meth:`reduce` takes it."""
         return pack_gradients(self._fulls, self._planned)
 
     def gradients(self) -> list[torch.Tensor]:
+        """The gradients, not divided, in the order of ``names``."""
         return [
             piece
             for tensor, full in zip(self._tensors, self._fulls, strict=True)
@@ -105,6 +73,12 @@ class FullGradients(GradBucket):
         ]
 
     def reduce(self, buffer: torch.Tensor | None = None, divided_by: float = 1.0) -> torch.Tensor:
+        """This rank's shard of the mean of ``buffer`` over all ranks, summed in the buffer's dtype.
+
+        Args:
+            buffer: a tensor of the shape of :meth:`buffer`, which is the default.
+            divided_by: the divisor that the hook has already applied to ``buffer``.
+        """
         comms, one = self._comms, self._planned
         divisors = comms.divisors
         if divided_by != 1:
@@ -116,10 +90,12 @@ class FullGradients(GradBucket):
         return comms.reduced(one, full, narrow=buffer is not None)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of ``tensor`` over the ranks that :meth:`reduce` averages over; same shape."""
         world, name = self._comms.world, self._planned.name
         return world.sum_over_replicas(world.all_reduce_sum(tensor, name), name)
 
     def shard_of(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """This rank's shard of full mean ``gradients``, shaped like :meth:`gradients`."""
         world, given, mine = self._comms.world, list(gradients), []
         for tensor in self._tensors:
             count = len(tensor.layout.members)
@@ -138,12 +114,10 @@ class ReplicatedShards(GradBucket):
 
     @cached_property
     def _shard(self) -> torch.Tensor:
-        planned = self._planned
-        full = pack_gradients(self._fulls, planned)
-        if planned.divide_before != 1:
-            full = full / planned.divide_before
-        shard = self._comms.world.reduce_scatter(full, planned.name, route=planned.route)
-        return to_float32(shard)
+        one, full = self._planned, super().buffer()
+        if one.divide_before != 1:
+            full = full / one.divide_before
+        return to_float32(self._comms.world.reduce_scatter(full, one.name, route=one.route))
 
     @property
     def ranks(self) -> int:
@@ -152,10 +126,6 @@ class ReplicatedShards(GradBucket):
     @property
     def divisor(self) -> float:
         return self._comms.divisors.after
-
-    @property
-    def shard_shape(self) -> tuple[int, ...]:
-        return tuple(self._shard.shape)
 
     def buffer(self) -> torch.Tensor:
         return self._shard
@@ -197,53 +167,43 @@ def register(units: Sequence[Unit], state: object, hook: Hook, over: str) -> Non
                 "Register the hook once, on the outermost wrapper"
             )
     for unit in units:
-        unit.comms.hook = CommHook(unit, state, hook, over)
+        unit.comms.hook = functools.partial(_reduce_by_hook, unit, state, hook, over)
 
 
-@dataclass(eq=False)
-class CommHook:
-    """A user's hook, as ``Communicator.hook``."""
-
-    unit: Unit
-    state: object
-    hook: Hook
-    over: str
-
-    def __call__(
-        self,
-        one: Collective,
-        tensors: Sequence[ShardedTensor],
-        fulls: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
-        names: list[str] = []
-        for tensor in tensors:
-            members = len(tensor.layout.members) if self.over == "all" else 1
-            names += self.unit.names_of(tensor, members)
-        kind = FullGradients if self.over == "all" else ReplicatedShards
-        bucket = kind(names, self.unit.comms, one, tensors, fulls)
-        return self._checked(self.hook(self.state, bucket), bucket)
-
-    def _checked(self, reduced: object, bucket: GradBucket) -> torch.Tensor:
-        said = f"the communication hook {_called(self.hook)} got gradients of {bucket.names}"
-        if not isinstance(reduced, torch.Tensor):
-            raise TypeError(
-                f"{said} and returned a {type(reduced).__name__}. It must return a tensor, the "
-                "mean gradient of this rank's shard: return bucket.reduce(buffer) or "
-                "bucket.shard_of(gradients)"
-            )
-        if tuple(reduced.shape) != bucket.shard_shape:
-            raise ValueError(
-                f"{said} and returned a tensor of shape {tuple(reduced.shape)}. It must return "
-                f"this rank's shard, of shape {bucket.shard_shape}: return bucket.reduce(buffer) "
-                "or bucket.shard_of(gradients)"
-            )
-        own = bucket.buffer().dtype
-        if reduced.dtype != own and not (reduced.dtype.is_floating_point and own.is_floating_point):
-            raise ValueError(
-                f"{said}, which are {own}, and returned a tensor of {reduced.dtype}. It must "
-                f"return {own}, or another floating-point dtype for floating-point gradients"
-            )
-        return reduced
+def _reduce_by_hook(
+    unit: Unit,
+    state: object,
+    hook: Hook,
+    over: str,
+    one: Collective,
+    tensors: Sequence[ShardedTensor],
+    fulls: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    names: list[str] = []
+    for tensor in tensors:
+        names += unit.names_of(tensor, len(tensor.layout.members) if over == "all" else 1)
+    kind = GradBucket if over == "all" else ReplicatedShards
+    bucket = kind(names, unit.comms, one, tensors, fulls)
+    reduced: object = hook(state, bucket)
+    said = f"the communication hook {_called(hook)} got gradients of {bucket.names}"
+    remedy = "return bucket.reduce(buffer) or bucket.shard_of(gradients)"
+    if not isinstance(reduced, torch.Tensor):
+        raise TypeError(
+            f"{said} and returned a {type(reduced).__name__}. It must return a tensor, the mean "
+            f"gradient of this rank's shard: {remedy}"
+        )
+    if tuple(reduced.shape) != bucket.shard_shape:
+        raise ValueError(
+            f"{said} and returned a tensor of shape {tuple(reduced.shape)}. It must return this "
+            f"rank's shard, of shape {bucket.shard_shape}: {remedy}"
+        )
+    own = bucket.buffer().dtype
+    if reduced.dtype != own and not (reduced.dtype.is_floating_point and own.is_floating_point):
+        raise ValueError(
+            f"{said}, which are {own}, and returned a tensor of {reduced.dtype}. It must "
+            f"return {own}, or another floating-point dtype for floating-point gradients"
+        )
+    return reduced
 
 
 def _require_hook(hook: object) -> None:

@@ -14,7 +14,7 @@ from ..names import dotted, is_wrapper
 from ..ranks.rank import is_simulated_rank
 from ..wording import join_some
 from .freeing import Stamp, stamps
-from .ignored import is_ignored
+from .ignored import is_ignored, own_tensors
 
 # True on a tensor that defer_init made; an UninitializedTensor on a shard or buffer.
 _MARK = "_xla_fsdp_awaited"
@@ -77,15 +77,18 @@ class UninitializedTensor:
         self.stamp: Stamp = stamps([holder])[0]
         setattr(holder, _MARK, self)
 
+    @property
+    def _current(self) -> torch.Tensor | None:
+        return self.holder if self.use is None else self.use[0]._buffers.get(self.use[1])
+
     def restart_watch(self) -> None:
         """Does :meth:`watch_changes` again: changes so far gave it no values."""
-        there = None if self.use is None else self.use[0]._buffers.get(self.use[1])
-        self.watch_changes(self.holder if there is None else there)
+        current = self._current
+        self.watch_changes(self.holder if current is None else current)
 
     @property
     def is_initialized(self) -> bool:
-        there = self.holder if self.use is None else self.use[0]._buffers.get(self.use[1])
-        return there is not self.holder or stamps([self.holder])[0] != self.stamp
+        return self._current is not self.holder or stamps([self.holder])[0] != self.stamp
 
 
 def begin_load(holder: torch.Tensor, keys: Iterable[Key]) -> None:
@@ -173,9 +176,7 @@ def materialize(
         allocated: list[_Allocated] = []
         for submodule in group:
             if is_on_meta(submodule):
-                later = waits and init_fn is None and _reset_of(submodule) is None
-                given = defer_init if later else init_fn
-                allocated += _initialize(submodule, name, given)
+                allocated += _initialize(submodule, name, init_fn, waits)
         for one in allocated:
             one.require_values()
         yield from group
@@ -202,17 +203,32 @@ def _groups(
 
 
 def _initialize(
-    module: nn.Module,
-    name: str,
-    init_fn: Callable[[nn.Module], None] | None,
+    module: nn.Module, name: str, init_fn: Callable[[nn.Module], None] | None, waits: bool
 ) -> list[_Allocated]:
     """Gives ``module`` values. Returns tensors to check after its group."""
     before = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    described = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
+    allocated: list[_Allocated] = []
     if init_fn is not None:
         init_fn(module)
-        allocated = []
+    elif reset is not None:
+        module.to_empty(device="cpu", recurse=False)
+        most = LARGE if is_simulated_rank() else math.inf  # large tensors of a plan get no values
+        for key, tensor in own_tensors(module):
+            if 0 < tensor.numel() < most:
+                allocated.append(_Allocated(module, described, key, tensor))
+        with torch.no_grad():
+            reset()
+    elif waits:
+        defer_init(module)
     else:
-        allocated = _reset(module, name)
+        raise RuntimeError(
+            f"{described} is on the meta device and has no reset_parameters(). Add that method; or "
+            "pass param_init_fn, a function that initializes the module it is called with; or pass "
+            "param_init_fn=xla_fsdp.defer_init and give values afterwards, by a load or within "
+            "`with FSDP.summon_full_params(model):`"
+        )
     for key, meta in before.items():
         # A shared parameter occurs again.
         real = getattr(meta, _REAL, None)
@@ -222,39 +238,11 @@ def _initialize(
             real.__dict__.update(meta.__dict__)
             setattr(meta, _REAL, real)
         module._parameters[key] = real
-    if is_on_meta(module):
-        own = (*module._parameters.items(), *module._buffers.items())
-        left = [name for name, tensor in own if tensor is not None and tensor.is_meta]
+    if left := [repr(key) for key, tensor in own_tensors(module) if tensor.is_meta]:
         raise RuntimeError(
-            f"param_init_fn left {', '.join(map(repr, left))} of {_described(module, name)} on the "
-            "meta device. It must give values to the parameters and buffers of its argument"
+            f"param_init_fn left {', '.join(left)} of {described} on the meta device. It must give "
+            "values to the parameters and buffers of its argument"
         )
-    return allocated
-
-
-def _reset_of(module: nn.Module) -> Callable[[], None] | None:
-    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-
-
-def _reset(module: nn.Module, name: str) -> list[_Allocated]:
-    reset = _reset_of(module)
-    if reset is None:
-        raise RuntimeError(
-            f"{_described(module, name)} is on the meta device and has no reset_parameters(). Add "
-            "that method; or pass param_init_fn, a function that initializes the module it is "
-            "called with; or pass param_init_fn=xla_fsdp.defer_init and give values afterwards, by "
-            "a load or within `with FSDP.summon_full_params(model):`"
-        )
-    module.to_empty(device="cpu", recurse=False)
-    most = LARGE if is_simulated_rank() else math.inf  # large tensors of a plan get no values
-    allocated = [
-        _Allocated(module, _described(module, name), kind, key, tensor)
-        for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers))
-        for key, tensor in tensors.items()
-        if tensor is not None and 0 < tensor.numel() < most
-    ]
-    with torch.no_grad():
-        reset()
     return allocated
 
 
@@ -264,7 +252,6 @@ class _Allocated:
 
     module: nn.Module
     described: str
-    kind: str
     key: str
     tensor: torch.Tensor
 
@@ -286,8 +273,9 @@ class _Allocated:
         else:  # an assignment may have written exactly the bytes of the pattern
             unset = values._version == self.version and bool((_bytes_of(values) == 0xFF).all())
         if unset:
+            kind = "parameter" if isinstance(self.tensor, nn.Parameter) else "buffer"
             raise RuntimeError(
-                f"reset_parameters() of {self.described} does not initialize its {self.kind} "
+                f"reset_parameters() of {self.described} does not initialize its {kind} "
                 f"{self.key!r}. Initialize it there, or pass param_init_fn"
             )
 
@@ -295,7 +283,3 @@ class _Allocated:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return empty.set_(tensor.untyped_storage())
-
-
-def _described(module: nn.Module, name: str) -> str:
-    return f"module {name!r} ({type(module).__name__})" if name else type(module).__name__

@@ -23,6 +23,7 @@ from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ranks.autograd_thread import in_backward
 from ..tree import map_tensors
 from ..wording import join_some
 from .comms import SecondaryShards
@@ -119,7 +120,7 @@ class UnshardedParameter(torch.Tensor):
     def grad(self) -> None:
         """None; raises RuntimeError if the shard has, or a backward may compute, a gradient."""
         tensor = self._xla_fsdp_origin.tensor
-        computing = torch._C._current_graph_task_id() != -1 and self.requires_grad
+        computing = in_backward() and self.requires_grad
         if computing or tensor.shard.grad is not None or tensor.unreduced:
             self._raise_for_gradient()
         return None

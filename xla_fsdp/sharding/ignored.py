@@ -6,7 +6,7 @@ the shards' device, and ``average_ignored_gradients`` averages their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,21 +97,34 @@ def mark_ignored(
         ValueError: one is not in ``module``, is ``module`` or a wrapper, is sharded already, or has
             no values.
     """
-    modules, parameters = tuple(ignored_modules or ()), tuple(ignored_parameters or ())
+    modules, parameters = tuple(ignored_modules or ()), list(ignored_parameters or ())
     _require_inside(module, modules, parameters)
-    inside = [one for root in modules for one in _outside_wrappers(root)]
-    own = [(one, name, p) for one in inside for name, p in one._parameters.items() if p is not None]
-    for one, name, parameter in own:
-        if sharded_tensor_of(parameter) is not None:
-            raise ValueError(
-                f"parameter {name!r} of an ignored {type(one).__name__} is already sharded by "
-                "another wrapper. Pass ignored_modules or ignored_parameters to that wrapper too"
-            )
-    for one in inside:
+    inside = [found for root in modules for found in _outside_wrappers(root)]
+    for path, one in inside:
+        for name, tensor in own_tensors(one):
+            where = f"{dotted(path, name)!r} of an ignored {type(one).__name__}"
+            if sharded_tensor_of(tensor) is not None:
+                raise ValueError(
+                    f"{where} is already sharded by another wrapper. Pass ignored_modules or "
+                    "ignored_parameters to that wrapper too"
+                )
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{where} is on the meta device, but ignored modules are not initialized. Give "
+                    "it values before wrapping (to_empty(device='cpu'), then reset_parameters() or "
+                    "a load)"
+                )
+            if isinstance(tensor, nn.Parameter):
+                parameters.append(tensor)
+    for _, one in inside:
         one.__dict__[_MARK] = id(one)
-    for parameter in [*parameters, *(parameter for *_, parameter in own)]:
-        if ignored_mark_of(parameter) is None:
-            _mark(parameter)
+    mark_parameters(parameters)
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of ``module`` itself, not of its children."""
+    named = [*module._parameters.items(), *module._buffers.items()]
+    return [(name, tensor) for name, tensor in named if tensor is not None]
 
 
 def is_ignored(module: nn.Module) -> bool:
@@ -122,17 +135,13 @@ def ignored_mark_of(parameter: object) -> IgnoredMark | None:
     return getattr(parameter, _MARK, None)
 
 
-def restore_ignored_marks(parameters: Iterable[nn.Parameter]) -> None:
-    """Marks copies of ignored parameters again."""
+def mark_parameters(parameters: Iterable[nn.Parameter]) -> None:
+    """Marks ``parameters``, which may be copies of ignored parameters."""
     for parameter in parameters:
         if ignored_mark_of(parameter) is None:
-            _mark(parameter)
-
-
-def _mark(parameter: nn.Parameter) -> None:
-    setattr(parameter, _MARK, IgnoredMark())
-    if type(parameter) is nn.Parameter:
-        parameter.__class__ = IgnoredParameter
+            setattr(parameter, _MARK, IgnoredMark())
+            if type(parameter) is nn.Parameter:
+                parameter.__class__ = IgnoredParameter
 
 
 def move_ignored(path: str, module: nn.Module, device: torch.device) -> list[nn.Parameter]:
@@ -204,15 +213,6 @@ def _require_inside(
                 f"ignored_modules contains a {type(one).__name__} that is not inside the module to "
                 f"wrap ({type(module).__name__}). Only its submodules can be ignored"
             )
-        for path, part in one.named_modules():
-            own = [*part._parameters.items(), *part._buffers.items()]
-            for name, tensor in () if is_wrapper(part) else own:
-                if tensor is not None and tensor.is_meta and sharded_tensor_of(tensor) is None:
-                    raise ValueError(
-                        f"{dotted(path, name)!r} of an ignored {type(one).__name__} is on the meta "
-                        "device, but ignored modules are not initialized. Give it values before "
-                        "wrapping (to_empty(device='cpu'), then reset_parameters() or a load)"
-                    )
     held = {id(parameter) for parameter in module.parameters()}
     for number, parameter in enumerate(parameters):
         if sharded_tensor_of(parameter) is not None:
@@ -228,8 +228,8 @@ def _require_inside(
             )
 
 
-def _outside_wrappers(module: nn.Module) -> Iterable[nn.Module]:
+def _outside_wrappers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     if not is_wrapper(module):
-        yield module
-        for child in module.children():
-            yield from _outside_wrappers(child)
+        yield path, module
+        for name, child in module.named_children():
+            yield from _outside_wrappers(child, dotted(path, name))

@@ -97,13 +97,12 @@ def compute_in_float32(policy: MixedPrecision, modules: Iterable[nn.Module]) -> 
         return
     classes = tuple(policy._module_classes_to_ignore)
     for module in modules:
-        if isinstance(module, classes) and not getattr(module, "fsdp_keeps_buffer_dtypes", False):
-            if not any(
-                isinstance(hook, _Float32Hooks) for hook in module._forward_pre_hooks.values()
-            ):
-                widen = _Float32Hooks()
-                module.register_forward_pre_hook(widen, with_kwargs=True)
-                module.register_forward_hook(widen.restore)
+        if not isinstance(module, classes) or getattr(module, "fsdp_keeps_buffer_dtypes", False):
+            continue
+        if not any(map(is_float32_hook, module._forward_pre_hooks.values())):
+            widen = _Float32Hooks()
+            module.register_forward_pre_hook(widen, with_kwargs=True)
+            module.register_forward_hook(widen.restore)
 
 
 def is_float32_hook(hook: object) -> bool:

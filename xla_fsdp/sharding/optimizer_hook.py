@@ -26,7 +26,7 @@ from .gathering import UnshardedParameter
 from .ignored import ignored_mark_of
 from .layout import spec_of
 from .sharded_parameter import as_sharded, local
-from .sharded_tensor import require_reduced, sharded_tensor_of, sharded_tensors_of
+from .sharded_tensor import ShardedTensor, require_reduced, sharded_tensor_of, sharded_tensors_of
 from .user_checks import WARNED
 
 # Attributes of an optimizer. How many parameters it had when it was checked.
@@ -52,7 +52,9 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         optimizer.__dict__[_CHECKED] = len(every)
     require_reduced(every, f"{type(optimizer).__name__}.step()")
     _warn_without_sync(optimizer, every)
-    _unset_fused(optimizer)
+    for group in optimizer.param_groups:
+        if group.get("fused") and any(p.device.type == "xla" for p in group["params"]):
+            _unset_fused(optimizer, group)
     if type(optimizer) in _SAME:  # subclasses may override step
         chosen = [group for group in optimizer.param_groups if _supports_foreach(group)]
         for group in chosen:
@@ -67,17 +69,14 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         group["foreach"] = None
     if is_simulated_rank():
         return
-    copies = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             sharded = sharded_tensor_of(parameter)
             if sharded is not None and sharded.copy is not None and parameter.grad is not None:
                 # torch's fused kernels do not increase the version of what they change.
                 torch.autograd.graph.increment_version(parameter)
-                copies.append(sharded.copy)
-    for copy in copies:
-        if copy.held is not None:  # streamed copies are sent when their wrapper computes
-            copy.send()
+                if sharded.copy.held is not None:  # streamed copies are sent by their wrapper
+                    sharded.copy.send()
 
 
 def state_is_by_name(optimizer: Optimizer) -> None:
@@ -134,7 +133,7 @@ def _check_parameters(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
     if shards and first:
         optimizer.register_state_dict_post_hook(_with_local_state)
         optimizer.register_load_state_dict_post_hook(_import_local_state)
-    if xr.world_size() > 1:
+    if unreduced and xr.world_size() > 1:
         _warn_of_unreduced(unreduced, shards)
 
 
@@ -167,11 +166,11 @@ def _warn_without_sync(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
     pending = optimizer.__dict__.get(_PENDING, 0)
     if pending is None or is_simulated_rank():
         return
-    trained = (p for p in every if p.grad is not None and p.device.type == "xla")
-    shard = next((p for p in trained if sharded_tensor_of(p) is not None), None)
-    if shard is None:
+    on_device = (p for p in every if p.device.type == "xla" and sharded_tensor_of(p) is not None)
+    trained = next((p for p in on_device if p.grad is not None), None)
+    if trained is None:
         return
-    pending = pending + 1 if xlac.are_pending([shard])[0] else 0
+    pending = pending + 1 if xlac.are_pending([trained])[0] else 0
     optimizer.__dict__[_PENDING] = pending if pending < _MANY else None
     if pending == _MANY:
         warnings.warn(
@@ -183,9 +182,13 @@ def _warn_without_sync(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
         )
 
 
-def has_shards(optimizer: Optimizer) -> bool:
+def _first_shard(optimizer: Optimizer) -> ShardedTensor | None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return next(sharded_tensors_of(parameters), None) is not None
+    return next(sharded_tensors_of(parameters), None)
+
+
+def has_shards(optimizer: Optimizer) -> bool:
+    return _first_shard(optimizer) is not None
 
 
 def _with_local_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -214,25 +217,17 @@ def _import_local_state(optimizer: Optimizer) -> None:
                 )
 
 
-def _unset_fused(optimizer: Optimizer) -> None:
-    """Makes groups with ``fused=True`` on XLA use the default algorithm, and warns.
+def _unset_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Makes a group with ``fused=True`` on XLA use the default algorithm, and warns.
 
     Raises RuntimeError if gradients are scaled, which only a fused kernel undoes.
     """
-    fused = [
-        group
-        for group in optimizer.param_groups
-        if group.get("fused") and any(p.device.type == "xla" for p in group["params"])
-    ]
-    if not fused:
-        return
     if hasattr(optimizer, "found_inf"):  # as torch's gradient scaler sets it
         raise RuntimeError(
             f"{type(optimizer).__name__} with fused=True cannot unscale gradients on XLA, which "
             "has no fused kernels. Make the optimizer without fused=True"
         )
-    for group in fused:
-        group["fused"] = group["foreach"] = None
+    group["fused"] = group["foreach"] = None
     optimizer.__dict__["_step_supports_amp_scaling"] = False
     warnings.warn(
         "an optimizer was made with fused=True, for which XLA has no kernels: the step takes the "
@@ -243,14 +238,13 @@ def _unset_fused(optimizer: Optimizer) -> None:
 
 def _supports_foreach(group: dict[str, Any]) -> bool:
     """Whether torch's ``foreach`` step gives the same result."""
-    if group.get("foreach", False) is not None or group.get("fused"):
+    if group.get("foreach", False) is not None:
         return False
-    if group.get("capturable") or group.get("differentiable"):
+    if group.get("fused") or group.get("capturable") or group.get("differentiable"):
         return False
     # ``foreach`` supports no learning rates that are tensors.
     for name, value in group.items():
-        several = value if isinstance(value, (list, tuple)) else (value,)
-        if name != "params" and any(isinstance(each, Tensor) for each in several):
+        if name != "params" and tensors_in(value):
             return False
     # ``foreach`` operators raise for gradients in another dtype than their parameter.
     return all(
@@ -272,8 +266,7 @@ def _checked(function: Callable[..., Any], check: Callable[[Any], None]) -> Call
 
 
 def _require_no_shards(optimizer: Optimizer) -> None:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    sharded = next(sharded_tensors_of(parameters), None)
+    sharded = _first_shard(optimizer)
     if sharded is not None:
         raise RuntimeError(
             "xm.reduce_gradients (part of xm.optimizer_step, and called by Accelerate's optimizer "
@@ -286,15 +279,13 @@ def _require_no_shards(optimizer: Optimizer) -> None:
 
 
 def _require_not_divided(model: nn.Module) -> None:
-    sharded = next(
-        (sharded for sharded in sharded_tensors_of(model.parameters()) if sharded.divided), None
-    )
-    if sharded is not None:
-        raise RuntimeError(
-            "xm.broadcast_master_param would replace every rank's shards, such as that of "
-            f"{sharded.key!r}, by those of the first rank. Call it before wrapping, or wrap with "
-            "sync_module_states=True"
-        )
+    for sharded in sharded_tensors_of(model.parameters()):
+        if sharded.world is not None and sharded.world.size > 1:
+            raise RuntimeError(
+                "xm.broadcast_master_param would replace every rank's shards, such as that of "
+                f"{sharded.key!r}, by those of the first rank. Call it before wrapping, or wrap "
+                "with sync_module_states=True"
+            )
 
 
 register_optimizer_step_pre_hook(_before_step)

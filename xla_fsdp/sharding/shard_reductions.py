@@ -1,7 +1,8 @@
-"""Reductions over all elements of sharded tensors: a local reduction, then one collective.
+"""Reductions over all elements of sharded tensors, and tensors whose values are not reduced yet.
 
-All ranks that share the tensor (not its replicas) must call them. Sums are accumulated at least in
-float32; padding does not count. Gradients to the shards are means over the ranks.
+A reduction is a local one, then one collective: all ranks that share the tensor (not its replicas)
+must call it. Sums are accumulated at least in float32; padding does not count. Gradients to the
+shards are means over the ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .layout import ShardSpec, spec_of, unsupported
 _LABEL = "reduction over shards"
 
 
-class _Sum(torch.autograd.Function):
+class SumOverRanks(torch.autograd.Function):
     """The sum over the ranks that share a tensor; with ``mean`` the mean, replicas included."""
 
     @staticmethod
@@ -39,11 +40,12 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _Sum.apply(grad, ctx.world, True), None, None
+        return SumOverRanks.apply(grad, ctx.world, True), None, None
 
 
-class _Shared(torch.autograd.Function):
-    """A number that every rank computes with: its gradient is the sum of the ranks' gradients."""
+class Shared(torch.autograd.Function):
+    """A plain number with a graph that computes with local parts: its gradient is the sum of the
+    ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
@@ -54,12 +56,6 @@ class _Shared(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return collective(ctx.world.all_reduce_sum, grad, ctx.world), None
-
-
-def shared(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """``value``, a plain number with a graph, for computations on the local part of ``spec``."""
-    found: torch.Tensor = _Shared.apply(value, spec.world)
-    return found
 
 
 class _ToDevice(torch.autograd.Function):
@@ -119,14 +115,8 @@ class _Largest(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (mine,) = ctx.saved_tensors
-        grad = _Sum.apply(grad, ctx.world, True)
+        grad = SumOverRanks.apply(grad, ctx.world, True)
         return grad * mine / collective(ctx.world.all_reduce_sum, mine, ctx.world), None
-
-
-def mean_over_ranks(value: torch.Tensor, world: World) -> torch.Tensor:
-    """The mean over all ranks, replicas included."""
-    found: torch.Tensor = _Sum.apply(value, world, True)
-    return found
 
 
 def collective(
@@ -148,7 +138,7 @@ def sums(world: World, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for n, part in enumerate(parts):
         by_kind.setdefault((part.dtype, part.device), []).append(n)
     for own in by_kind.values():
-        together = _Sum.apply(torch.stack([parts[n] for n in own]), world, False)
+        together = SumOverRanks.apply(torch.stack([parts[n] for n in own]), world, False)
         for n, total in zip(own, together.unbind(), strict=True):
             totals[n] = total
     return totals
@@ -190,9 +180,10 @@ def _require_one(spec: ShardSpec, name: str) -> None:
 class PendingNorm(torch.Tensor):
     """The norm of a sharded tensor before its collective: a sum of powers, or a maximum.
 
-    A list of norms is stacked before use, so one collective is enough for it. On the meta device,
-    so that code that bypasses its torch function raises. Outside of a list, the norm of several
-    parameters raises ShardedParameterError.
+    A list of norms is stacked before use, so one collective is enough for it. Norms of tensors that
+    contain several parameters stay pending in the stack: only the norm of the stack, of the same
+    order, is that of all parameters, and everything else raises ShardedParameterError. On the meta
+    device, so that code that bypasses its torch function raises.
     """
 
     answers_first = True  # see ranks/cpu/mode.py
@@ -203,6 +194,7 @@ class PendingNorm(torch.Tensor):
     _order: float
     _dtype: torch.dtype
     _norm: torch.Tensor | None
+    _stacked: bool
 
     @classmethod
     def of(
@@ -212,11 +204,13 @@ class PendingNorm(torch.Tensor):
         spec: ShardSpec | None,
         order: float,
         dtype: torch.dtype,
+        norm: torch.Tensor | None = None,
     ) -> PendingNorm:
         """``power``: this rank's sum of ``|x| ** order``; ``spec``: ``None`` if replicated."""
         made = torch.Tensor._make_subclass(cls, torch.empty((), dtype=dtype, device="meta"))
         made._power, made._world, made._spec = power, world, spec
-        made._order, made._dtype, made._norm = order, dtype, None
+        made._order, made._dtype, made._norm = order, dtype, norm
+        made._stacked = norm is not None
         return made
 
     @classmethod
@@ -224,25 +218,46 @@ class PendingNorm(torch.Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        own = args[0] if args and isinstance(args[0], cls) else None
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
-                return args[0]._dtype
-            if func in TENSOR_METADATA:
-                return func(args[0]._power, *args[1:], **kwargs)
-            if func is torch.Tensor.to and not kwargs and args[1:] == (args[0]._power.device,):
-                return args[0]
-            if func is torch.stack or func is torch.cat:
-                return NormsInAList.of(func, args, kwargs)
+            if own is not None:
+                if func is torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
+                    return own._dtype
+                if func in TENSOR_METADATA:
+                    return func(own._power, *args[1:], **kwargs)
+                if func is torch.Tensor.to and not kwargs and args[1:] == (own._power.device,):
+                    return own
+                if own._stacked and func in (*_NORMS, torch.linalg.norm):
+                    given = [*args[1:], kwargs.get("ord"), kwargs.get("p"), 2.0]
+                    order = next(one for one in given if one is not None and one != "fro")
+                    if order == own._order:
+                        return func(own._norm, *args[1:], **kwargs)
+            if (func is torch.stack or func is torch.cat) and set(types) == {cls}:
+                return cls._stack(func, args, kwargs)
             args, kwargs = cls.added_up((args, kwargs))
         return func(*args, **kwargs)  # other arguments may be sharded tensors
 
     @classmethod
-    def added_up(cls, arguments: Any, listed: bool = False) -> Any:
-        """``arguments`` with norms for pending ones, in one collective; ``listed``: of a list."""
+    def _stack(cls, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+        pending = tensors_in((args, kwargs), cls)
+        args, kwargs = cls.added_up((args, kwargs), stacked=True)
+        found: torch.Tensor = func(*args, **kwargs)
+        for one in pending:
+            if one._spec is not None and one._spec.several:
+                alike = len({each._order for each in pending}) == 1
+                order = one._order if alike else math.nan
+                return cls.of(found, one._world, one._spec, order, found.dtype, found)
+        return found
+
+    @classmethod
+    def added_up(cls, arguments: Any, stacked: bool = False) -> Any:
+        """``arguments`` with norms for pending ones, in one collective; ``stacked``: to stack."""
         by_world: dict[World, list[PendingNorm]] = {}
         for one in tensors_in(arguments, cls):
-            if one._spec is not None and not listed:
-                _require_one(one._spec, "norm")
+            if one._spec is not None and not stacked:
+                _require_one(
+                    one._spec, "a list of norms, except for its norm," if one._stacked else "norm"
+                )
             if one._norm is None:
                 by_world.setdefault(one._world, []).append(one)
         for world, own in by_world.items():
@@ -261,58 +276,6 @@ class PendingNorm(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(+self)
-
-
-class NormsInAList(torch.Tensor):
-    """Stacked norms, some of tensors that contain several parameters.
-
-    Only their norm, of the same order, is the one of all parameters; all else raises
-    ShardedParameterError. On the meta device, as ``PendingNorm``.
-    """
-
-    answers_first = True
-
-    _norms: torch.Tensor
-    _orders: set[float]
-    _spec: ShardSpec
-
-    @staticmethod
-    def of(func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
-        """What ``func`` returns, if every norm is that of one parameter."""
-        pending = tensors_in((args, kwargs), PendingNorm)
-        args, kwargs = PendingNorm.added_up((args, kwargs), listed=True)
-        found: torch.Tensor = func(*args, **kwargs)
-        several = next((s for one in pending if (s := one._spec) is not None and s.several), None)
-        if several is None:
-            return found
-        made = torch.Tensor._make_subclass(NormsInAList, found.detach().to("meta"))
-        made._norms, made._spec = found, several
-        made._orders = {one._order for one in pending}
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name, (own, *_) = getattr(func, "__name__", ""), tensors_in((args, kwargs), cls)
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in TENSOR_METADATA:
-                return func(own._norms, *args[1:], **kwargs)
-            if func is torch.Tensor.to and not kwargs and args[1:] == (own._norms.device,):
-                return own
-            if args and args[0] is own and name in ("norm", "linalg_vector_norm", "linalg_norm"):
-                given = [*args[1:], kwargs.get("ord"), kwargs.get("p"), 2.0]
-                order = next(one for one in given if one is not None and one != "fro")
-                if own._orders == {order}:
-                    return func(own._norms, *args[1:], **kwargs)
-        raise unsupported(
-            f"{name} of a list of norms", own._spec, "the tensor contains several parameters, and "
-            "each has a separate norm. Only a norm of the list, of the same order, is right"
-        )  # fmt: skip
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"NormsInAList({self._spec.name!r}, ...)"
 
 
 def _root(total: torch.Tensor, order: float) -> torch.Tensor:
@@ -336,26 +299,70 @@ TENSOR_METADATA = frozenset(
      torch.Tensor.is_complex}  # fmt: skip
 
 
-def norm_of(
-    value: torch.Tensor, spec: ShardSpec | None, order: Any, dtype: Any = None
-) -> torch.Tensor:
-    """``spec``: ``None`` if ``value`` is replicated: the norm of the mean of all ranks' powers."""
-    order = 2.0 if order is None or order == "fro" else order
-    value = value if dtype is None else value.to(dtype)
-    kept = value.dtype.to_real() if value.is_complex() else value.dtype
-    if spec is None:
-        world = World.to_reduce_over(None, value.device)
-    elif not isinstance(order, (int, float)):
-        raise unsupported(f"norm of order {order!r}", spec)
-    elif order == -math.inf:
-        _require_one(spec, "norm")
-        return _min(_wide(value.abs().to(kept)), spec).to(kept)
-    else:
-        world = spec.world
-        if order == math.inf:
-            _require_elements(spec, "norm")
-    power = own_power(value, spec, float(order))
-    return PendingNorm.of(power, world, spec, float(order), kept)
+def unreduced_error(what: str, name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} was called while gradients of {name!r} are stored by no_sync and not reduced yet, "
+        "so they would be ignored. Run the last backward before it outside of no_sync(), or drop "
+        "them with model.zero_grad()"
+    )
+
+
+def operation_name(func: Any) -> str:
+    """The name of a torch function for messages; ``.grad`` for a use of an attribute."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return f".{getattr(func.__self__, '__name__', 'attribute')}"
+    return name
+
+
+class UnreducedGradient(torch.Tensor):
+    """A gradient that is stored and not reduced: it has metadata, but no values.
+
+    ``zero_`` drops the stored gradient, as an assignment to ``.grad`` does. On the meta device, as
+    ``PendingNorm``.
+    """
+
+    answers_first = True  # see ranks/cpu/mode.py
+
+    _parameter: torch.Tensor
+    _spec: ShardSpec
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, spec: ShardSpec) -> UnreducedGradient:
+        empty = torch.empty(spec.shape, dtype=parameter.dtype, device="meta")
+        made = torch.Tensor._make_subclass(cls, empty)
+        made._parameter, made._spec = parameter, spec
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, mine = operation_name(func), tensors_in((args, kwargs), cls)
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in ("zero_", "_foreach_zero_"):
+                for one in mine:
+                    if one._spec.tensor is not None:
+                        one._spec.tensor.drop_unreduced()
+                others = [one for one in tensors_in(args) if not isinstance(one, cls)]
+                if others:
+                    torch._foreach_zero_(others)
+                return args[0]
+            if name in ("detach", "detach_", "requires_grad_"):
+                return args[0]
+            if func in _OF_THE_PARAMETER:
+                return func(args[0]._parameter)
+            if func in TENSOR_METADATA:
+                return func(*args, **(kwargs or {}))
+        raise unreduced_error(name, mine[0]._spec.name)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"UnreducedGradient({self._spec.name!r}, shape={tuple(self._spec.shape)})"
+
+
+_OF_THE_PARAMETER = frozenset(
+    getattr(torch.Tensor, name).__get__ for name in ("device", "is_xla", "is_cpu", "is_meta")
+)
 
 
 def own_power(
@@ -403,7 +410,10 @@ def reduce_replicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     numeric = isinstance(order, (int, float)) and order > 0
     if func not in _NORMS or rest or given or not numeric:
         return func(*args, **kwargs)
-    return norm_of(value, None, order, dtype)
+    value = value if dtype is None else value.to(dtype)
+    kept = value.dtype.to_real() if value.is_complex() else value.dtype
+    power, world = own_power(value, None, order), World.to_reduce_over(None, value.device)
+    return PendingNorm.of(power, world, None, float(order), kept)
 
 
 def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
@@ -432,7 +442,8 @@ def _require_elements(spec: ShardSpec, name: str) -> None:
         raise unsupported(name, spec, "it has no elements")
 
 
-def _require_fractions(value: torch.Tensor, spec: ShardSpec, name: str) -> None:
+def _require_one_of_fractions(value: torch.Tensor, spec: ShardSpec, name: str) -> None:
+    _require_one(spec, name)
     if not (value.is_floating_point() or value.is_complex()):
         raise unsupported(f"{name} of {value.dtype}", spec)
 
@@ -444,10 +455,6 @@ def _any(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 def _all(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     return ~_any(value == 0, spec)
-
-
-def _count(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    return _total(value != 0, spec)
 
 
 def _sum_of(
@@ -463,18 +470,15 @@ def _sum_of(
 def _mean(
     value: torch.Tensor, spec: ShardSpec, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    _require_one(spec, "mean")
     value = value if dtype is None else value.to(dtype)
-    _require_fractions(value, spec, "mean")
-    wide = _wide(value)
-    return (_total(wide, spec) / spec.numel).to(value.dtype)
+    _require_one_of_fractions(value, spec, "mean")
+    return (_total(_wide(value), spec) / spec.numel).to(value.dtype)
 
 
 def _var(
     value: torch.Tensor, spec: ShardSpec, *, unbiased: bool = True, correction: int | None = None
 ) -> torch.Tensor:
-    _require_one(spec, "var")
-    _require_fractions(value, spec, "var")
+    _require_one_of_fractions(value, spec, "var")
     correction = int(unbiased) if correction is None else correction
     wide = _wide(value)
     away = wide - _mean(wide.detach(), spec)  # gradients through the mean would add up to zero
@@ -484,19 +488,29 @@ def _var(
 def _std(
     value: torch.Tensor, spec: ShardSpec, *, unbiased: bool = True, correction: int | None = None
 ) -> torch.Tensor:
-    _require_fractions(value, spec, "std")
+    _require_one_of_fractions(value, spec, "std")
     variance = _var(_wide(value), spec, unbiased=unbiased, correction=correction)
     return variance.sqrt().to(value.dtype)
 
 
-def _norm(
+def norm(
     value: torch.Tensor, spec: ShardSpec, p: Any = "fro", dim: None = None,
     keepdim: bool = False, out: None = None, dtype: Any = None, **kwargs: Any,
 ) -> torch.Tensor:  # fmt: skip
     order = kwargs.pop("ord", p)
     if dim is not None or keepdim or out is not None or kwargs:
         raise unsupported("norm over some dimensions", spec)
-    return norm_of(value, spec, order, dtype)
+    order = 2.0 if order is None or order == "fro" else order
+    if not isinstance(order, (int, float)):
+        raise unsupported(f"norm of order {order!r}", spec)
+    value = value if dtype is None else value.to(dtype)
+    kept = value.dtype.to_real() if value.is_complex() else value.dtype
+    if order == -math.inf:
+        _require_one(spec, "norm")
+        return _min(_wide(value.abs().to(kept)), spec).to(kept)
+    if order == math.inf:
+        _require_elements(spec, "norm")
+    return PendingNorm.of(own_power(value, spec, order), spec.world, spec, float(order), kept)
 
 
 def _linalg_norm(
@@ -504,14 +518,15 @@ def _linalg_norm(
 ) -> torch.Tensor:
     if ord is not None and len(spec.shape) > 1:
         raise unsupported("a matrix norm", spec)
-    return _norm(value, spec, ord, dim, *rest, **kw)
+    return norm(value, spec, ord, dim, *rest, **kw)
 
 
 # Called with the local part, the spec and torch's further arguments, except dimensions.
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": _sum_of, "mean": _mean, "max": _max, "min": _min, "amax": _max, "amin": _min,
-    "any": _any, "all": _all, "count_nonzero": _count, "var": _var, "std": _std, "norm": _norm,
-    "linalg_vector_norm": _norm, "linalg_norm": _linalg_norm,
+    "any": _any, "all": _all, "var": _var, "std": _std, "norm": norm,
+    "linalg_vector_norm": norm, "linalg_norm": _linalg_norm,
+    "count_nonzero": lambda value, spec: _total(value != 0, spec),
 }  # fmt: skip
 
 

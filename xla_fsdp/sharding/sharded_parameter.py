@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from ..tree import map_tensors
+from ..tree import map_tensors, tensors_in
 from . import shard_reductions as reductions
 from .layout import SPEC, ShardedParameterError, ShardSpec, spec_of, unsupported
-from .unreduced import UnreducedGradient, drop_unreduced, has_unreduced
+from .shard_reductions import UnreducedGradient, operation_name
 
 
 class _Sharded:
@@ -27,10 +27,8 @@ class _Sharded:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if reductions.PendingNorm in types:
-                args, kwargs = reductions.PendingNorm.added_up((args, kwargs or {}))
-            for kind in (UnreducedGradient, reductions.NormsInAList):
+        with on_local_parts():
+            for kind in (UnreducedGradient, reductions.PendingNorm):
                 if kind in types:
                     return kind.__torch_function__(func, types, args, kwargs)
             try:
@@ -57,7 +55,7 @@ class _Sharded:
         Its gradient goes to the shards, as the mean over all ranks.
         """
         spec = self.__dict__[SPEC]
-        with torch._C.DisableTorchFunctionSubclass():
+        with on_local_parts():
             on_device = self.device == spec.world.device  # type: ignore[attr-defined]
             own = self if on_device else reductions.to_device(self, spec)  # type: ignore[arg-type]
             full: torch.Tensor = _FullTensor.apply(own, spec)
@@ -68,6 +66,22 @@ class _Sharded:
         spec = self.__dict__[SPEC]
         if spec.world.size > 1:
             raise unsupported(operation, spec, "it would combine the shards of different elements")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            with on_local_parts():
+                if self.grad_fn is not None:  # type: ignore[attr-defined]
+                    raise RuntimeError(
+                        "a tensor that is the result of an operation with a graph cannot be "
+                        "deep-copied. Call detach() on it first"
+                    )
+                twin = local(self).clone().requires_grad_(self.requires_grad)  # type: ignore[attr-defined,arg-type]
+            memo[id(self)] = twin
+            twin.__class__ = type(self)  # type: ignore[assignment]
+            own = {name: value for name, value in vars(self).items() if is_user_attribute(name)}
+            twin.__dict__.update(copy.deepcopy(own, memo))
+            twin.__dict__[SPEC] = self.__dict__[SPEC]
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A plain CPU tensor, so that files need neither this package nor torch_xla.
@@ -96,42 +110,16 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.spec.cut(reductions.mean_over_ranks(grad, ctx.spec.world)), None
+        mean = reductions.SumOverRanks.apply(grad, ctx.spec.world, True)
+        return ctx.spec.cut(mean), None
 
 
 class ShardedValue(_Sharded, torch.Tensor):  # type: ignore[misc]  # __repr__ is typed
     """This rank's part of a value computed from a sharded parameter."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedValue:
-        if id(self) not in memo:
-            with torch._C.DisableTorchFunctionSubclass():
-                if self.grad_fn is not None:
-                    raise RuntimeError(
-                        "a tensor that is the result of an operation with a graph cannot be "
-                        "deep-copied. Call detach() on it first"
-                    )
-                twin = self.detach().clone()
-                twin.requires_grad_(self.requires_grad)
-            memo[id(self)] = as_sharded(twin, self.__dict__[SPEC])
-        found: ShardedValue = memo[id(self)]
-        return found
-
 
 class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr__ is typed
     """This rank's shard of a parameter."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        if id(self) in memo:
-            known: ShardedParameter = memo[id(self)]
-            return known
-        with torch._C.DisableTorchFunctionSubclass():
-            twin = nn.Parameter(self.detach().clone(), self.requires_grad)
-        memo[id(self)] = twin
-        twin.__class__ = type(self)
-        twin.__dict__[SPEC] = self.__dict__[SPEC]
-        own = {name: value for name, value in vars(self).items() if is_user_attribute(name)}
-        twin.__dict__.update(copy.deepcopy(own, memo))
-        return twin  # type: ignore[return-value]  # it is of this class now
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         """As for any tensor; not called in a backward that gives the parameter no gradient."""
@@ -186,7 +174,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``value`` without a graph, or ``value`` if it is not sharded."""
     if not isinstance(value, _Sharded):
         return value
-    with torch._C.DisableTorchFunctionSubclass():
+    with on_local_parts():
         return value.detach()
 
 
@@ -239,20 +227,15 @@ _METADATA: dict[str, Callable[..., Any]] = {
     "__len__": lambda shape: shape[0],
     "stride": lambda shape, dim=None: _strides(shape) if dim is None else _strides(shape)[dim],
 }  # fmt: skip
-# Attributes that return other elements, or the same ones.
-_VALUES = frozenset(["T", "mT", "H", "mH", "__cuda_array_interface__"])
-_PARTS = frozenset(["real", "imag"])
-_SHARDED_VALUES = frozenset(["data"])
 
 
 def is_pointwise(name: str) -> bool:
     """Whether torch's function ``name`` is elementwise and draws no random numbers."""
-    was_operator = name.startswith("__") and name.endswith("__")
-    if was_operator:
-        name = name.strip("_")
-        name = f"{name[1:]}_" if name in _OPERATORS_IN_PLACE else name
     base = name.rstrip("_")
-    base = _OPERATORS.get(base, base) if was_operator else base
+    if name.startswith("__") and name.endswith("__"):
+        base = name.strip("_")
+        base = base[1:] if base in _OPERATORS_IN_PLACE else base
+        base = _OPERATORS.get(base, base)
     if name in _POINTWISE or base in _POINTWISE:
         return True
     packet = getattr(torch.ops.aten, _ALIASES.get(base, base), None)
@@ -267,57 +250,18 @@ def _answer_of(func: Any) -> Answer:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         descriptor = func.__self__
-        read = getattr(descriptor, "fget", None)
-        attribute = getattr(read or descriptor, "__name__", "")
-        if attribute in _VALUES or (attribute in _PARTS and name != "__get__"):
-            return _unsupported
-        if attribute in _METADATA:
-            return functools.partial(_metadata, _METADATA[attribute])
-        if attribute == "nbytes":
-            return _bytes
-        if attribute in ("grad", "_grad"):
-            return _get_grad if name == "__get__" else _set_grad
-        if attribute in _PARTS or (attribute in _SHARDED_VALUES and name == "__get__"):
-            return _same_elements
-        return _copy if attribute in _SHARDED_VALUES and name == "__set__" else _plain
-    if func is torch.autograd.grad:
-        return _autograd_grad
+        attribute = getattr(getattr(descriptor, "fget", None) or descriptor, "__name__", "")
+        read, written = _ATTRIBUTES.get(attribute, (_plain, _plain))
+        return read if name == "__get__" else written
     if name in _ANSWERS:
         return _ANSWERS[name]
-    if name in _METADATA:
-        return functools.partial(_metadata, _METADATA[name])
-    if name in reductions.REDUCTIONS:
-        return _reduction
-    if name in _PLAIN:
-        return _plain
-    if name in _SAME_ELEMENTS:
-        return _same_elements
     if name.startswith(("_foreach_", "_fused_")):
         return _foreach
-    if is_pointwise(name):
-        return _pointwise
-    return _unsupported
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+    return _pointwise if is_pointwise(name) else _unsupported
 
 
 def _specs(value: Any) -> Iterator[ShardSpec]:
-    return (spec for spec in map(spec_of, _tensors(value)) if spec is not None)
-
-
-def _name(func: Any) -> str:
-    name: str = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):
-        return f".{getattr(func.__self__, '__name__', 'attribute')}"
-    return name
+    return (spec for spec in map(spec_of, tensors_in(value)) if spec is not None)
 
 
 def _unsupported(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -327,7 +271,7 @@ def _unsupported(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     why = ""
     if getattr(func, "__name__", "").rstrip("_") in _RANDOM:
         why = "ranks would draw equal values for different elements, or replicas different values"
-    raise unsupported(_name(func), spec, why)
+    raise unsupported(operation_name(func), spec, why)
 
 
 _RANDOM = frozenset(
@@ -353,9 +297,8 @@ def _metadata(answer: Callable[..., Any], func: Any, args: tuple, kwargs: dict[s
 
 
 def _bytes(func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
-    spec, size = spec_of(args[0]), args[0].element_size()
-    assert spec is not None
-    return spec.shape.numel() * size
+    own: torch.Tensor = args[0]
+    return torch.Size(own.__dict__[SPEC].shape).numel() * own.element_size()
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
@@ -370,14 +313,12 @@ def _full(value: torch.Tensor) -> torch.Tensor:
 def _same_elements(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     spec = spec_of(args[0] if args else kwargs.get("input"))
     found = func(*args, **kwargs)
-    if spec is not None and type(found) is torch.Tensor:
-        return as_sharded(found, spec)
-    return found
+    return found if spec is None else as_sharded(found, spec)
 
 
 def _get_grad(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     spec = spec_of(args[0])
-    if spec is not None and has_unreduced(spec):
+    if spec is not None and spec.tensor is not None and spec.tensor.unreduced:
         return UnreducedGradient.of(args[0], spec)
     return _same_elements(func, args, kwargs)
 
@@ -388,8 +329,8 @@ def _set_grad(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         _copy(func, args, kwargs)
     else:
         func(*args)
-    if spec is not None:
-        drop_unreduced(spec)
+    if spec is not None and spec.tensor is not None:
+        spec.tensor.drop_unreduced()
 
 
 def _part(name: str, spec: ShardSpec | None, value: Any) -> Any:
@@ -424,10 +365,10 @@ def _result_of_hook(found: Any, spec: ShardSpec) -> Any:
 def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Handles ``copy_``, ``parameter.data = value`` and ``parameter.grad = value``."""
     own, value, *rest = args if len(args) > 1 else (*args, kwargs.pop("src"))
-    return func(own, _part(_name(func), spec_of(own), value), *rest, **kwargs)
+    return func(own, _part(operation_name(func), spec_of(own), value), *rest, **kwargs)
 
 
-def _common_spec(name: str, tensors: Iterator[torch.Tensor]) -> ShardSpec | None:
+def _common_spec(name: str, tensors: Iterable[torch.Tensor]) -> ShardSpec | None:
     """The spec that all ``tensors`` except numbers share, if any."""
     spec, plain = None, None
     for one in tensors:
@@ -454,16 +395,22 @@ def _written(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0] if in_place else kwargs.get("out")
 
 
+def _spec_of_all(func: Any, arguments: Any) -> ShardSpec:
+    spec = _common_spec(operation_name(func), tensors_in(arguments))
+    assert spec is not None, "one of the arguments is sharded"
+    return spec
+
+
 def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    name = _name(func)
-    tensors = list(_tensors((args, kwargs) if kwargs else args))
-    spec = _common_spec(name, iter(tensors))
+    name = operation_name(func)
+    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+    spec = _common_spec(name, tensors)
     written = _written(name, args, kwargs)
     if written is not None and spec_of(written) is None:
         return _unsupported(func, args, kwargs)
     if name == "where" and len(args) + len(kwargs) == 1:  # returns positions of elements
         return _unsupported(func, args, kwargs)
-    if spec is not None and any(spec_of(one) is None for one in tensors):
+    if spec is not None and None in map(spec_of, tensors):
 
         def number(value: torch.Tensor) -> torch.Tensor:
             """A plain number in a shape that fits; all ranks contribute to its gradient."""
@@ -474,15 +421,13 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             # A parameter without dimensions has a shard with one, and counts in type promotion.
             value = value.reshape(1) if value.dim() > 1 or not spec.shape else value
             shares = value.requires_grad and torch.is_grad_enabled()
-            return reductions.shared(value, spec) if shares else value
+            return reductions.Shared.apply(value, spec.world) if shares else value
 
         args, kwargs = map_tensors(number, (args, kwargs))
     found = func(*args, **kwargs)
-    if type(found) is torch.Tensor and spec is not None:
-        return as_sharded(found, spec)
     if isinstance(found, tuple) and spec is not None:  # frexp
         return type(found)(as_sharded(one, spec) for one in found)
-    return found
+    return found if spec is None else as_sharded(found, spec)
 
 
 def _viewed_as(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -491,7 +436,7 @@ def _viewed_as(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    name = _name(func)
+    name = operation_name(func)
     if name in ("_foreach_norm", "_foreach_max"):
         of = torch.norm if name == "_foreach_norm" else torch.max
         order = args[1:] or ([kwargs["ord"]] if "ord" in kwargs else [])
@@ -505,7 +450,7 @@ def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     lists = [one for one in given if isinstance(one, (list, tuple)) and one]
     lists = [one for one in lists if isinstance(one[0], torch.Tensor)]
     rest = [one for one in given if isinstance(one, torch.Tensor)]
-    specs = [_common_spec(name, iter([*together, *rest])) for together in zip(*lists, strict=False)]
+    specs = [_common_spec(name, [*together, *rest]) for together in zip(*lists, strict=False)]
     found = func(*args, **kwargs)
     if isinstance(found, (list, tuple)):
         for value, spec in zip(found, specs, strict=True):
@@ -515,7 +460,7 @@ def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _reduction(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    name = _name(func)
+    name = operation_name(func)
     value = args[0] if args else kwargs.pop("input", kwargs.pop("self", None))
     other = args[1] if len(args) > 1 else kwargs.get("other")
     if spec_of(value) is None or isinstance(other, torch.Tensor):
@@ -529,11 +474,11 @@ def _reduction(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _on_device(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The arguments, on the device if the result has a graph (``cpu_offload``)."""
-    tensors = list(_tensors((args, kwargs)))
+    tensors = tensors_in((args, kwargs))
     on_host = [one for one in tensors if SPEC in one.__dict__ and one.device.type == "cpu"]
     if not on_host or not any(one.requires_grad for one in tensors):
         return args, kwargs
-    if _written(_name(func), args, kwargs) is not None:
+    if _written(operation_name(func), args, kwargs) is not None:
         return args, kwargs
     device = on_host[0].__dict__[SPEC].world.device
 
@@ -554,20 +499,17 @@ def _equal(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     specs = spec_of(first), spec_of(second)
     if None not in specs and specs[0].shape != specs[1].shape:  # type: ignore[union-attr]
         return False
-    spec = _common_spec("equal", iter([first, second]))
-    assert spec is not None
+    spec = _spec_of_all(func, args)
     return reductions.all_true(torch.eq(first, second), spec)
 
 
 def _all_close(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    spec = _common_spec("allclose", _tensors((args, kwargs)))
-    assert spec is not None
+    spec = _spec_of_all(func, (args, kwargs))
     return reductions.all_true(torch.isclose(*args, **kwargs), spec)
 
 
 def _dot(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    spec = _common_spec(_name(func), _tensors((args, kwargs)))
-    assert spec is not None
+    spec = _spec_of_all(func, (args, kwargs))
     first, second, *rest = args
     if rest or kwargs or len(spec.shape) != 1:
         return _unsupported(func, args, kwargs)
@@ -575,10 +517,9 @@ def _dot(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _dist(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    spec = _common_spec(_name(func), _tensors((args, kwargs)))
-    assert spec is not None
+    spec = _spec_of_all(func, (args, kwargs))
     first, second, *order = args
-    return reductions.norm_of(first - second, spec, *(order or [kwargs.get("p", 2.0)]))
+    return reductions.norm(first - second, spec, *(order or [kwargs.get("p", 2.0)]))
 
 
 def _set_items(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -591,7 +532,7 @@ def _set_items(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     number = not isinstance(value, torch.Tensor) or (value.numel() == 1 and spec_of(value) is None)
     if not (isinstance(key, torch.Tensor) and key.dtype is torch.bool and number):
         return _unsupported(func, args, kwargs)
-    _common_spec("an assignment", iter([own, key]))
+    _common_spec("an assignment", [own, key])
     if spec_of(key) is None or spec_of(own) is None:
         return _unsupported(func, args, kwargs)
     own.masked_fill_(key, value.reshape(()) if isinstance(value, torch.Tensor) else value)
@@ -623,6 +564,10 @@ def _autograd_grad(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 _ANSWERS: dict[str, Answer] = {
+    **dict.fromkeys(_PLAIN, _plain),
+    **dict.fromkeys(_SAME_ELEMENTS, _same_elements),
+    **dict.fromkeys(reductions.REDUCTIONS, _reduction),
+    **{name: functools.partial(_metadata, answer) for name, answer in _METADATA.items()},
     "copy_": _copy,
     "equal": _equal,
     "allclose": _all_close,
@@ -633,8 +578,18 @@ _ANSWERS: dict[str, Answer] = {
     "view_as": _viewed_as,
     "expand_as": _viewed_as,
     "reshape_as": _viewed_as,
+    "grad": _autograd_grad,  # torch.autograd.grad
     "__setitem__": _set_items,
     "_amp_foreach_non_finite_check_and_unscale_": _non_finite_check,
+}
+# Attributes that are read, and set or deleted, in another way than those of a plain tensor.
+_ATTRIBUTES: dict[str, tuple[Answer, Answer]] = {
+    **dict.fromkeys(["T", "mT", "H", "mH", "__cuda_array_interface__"], (_unsupported,) * 2),
+    **dict.fromkeys(["real", "imag"], (_same_elements, _unsupported)),
+    **dict.fromkeys(["grad", "_grad"], (_get_grad, _set_grad)),
+    **{name: (_ANSWERS[name], _plain) for name in ("shape", "ndim")},
+    "data": (_same_elements, _copy),
+    "nbytes": (_bytes, _plain),
 }
 
 
@@ -644,7 +599,7 @@ _COMPUTING = frozenset([_pointwise, _reduction, _dot, _dist, _foreach])
 
 def reduced_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """``parameter.grad``, without what ``no_sync`` stores."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with on_local_parts():
         return parameter.grad
 
 
@@ -656,7 +611,7 @@ def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
         changed = hook(grad)
         grad = grad if changed is None else changed
     # Autograd's own gradient, of a penalty, is a plain tensor; and what `no_sync` stores stays.
-    with torch._C.DisableTorchFunctionSubclass():
+    with on_local_parts():
         before = shard.grad
         if before is not None and grad.device.type == "cpu":  # host memory may be scarce
             before.add_(grad)

@@ -15,8 +15,8 @@ from ..collectives.world import World
 from ..tree import tensors_in
 from .freeing import free_
 from .layout import Layout, ShardSpec, TensorSpec
+from .shard_reductions import operation_name, unreduced_error
 from .sharded_parameter import local, make_sharded
-from .unreduced import unreduced_error
 
 if TYPE_CHECKING:
     from ..offload import ShardCopy
@@ -45,30 +45,16 @@ class FlattenedParameter(torch.Tensor):
         made._vector, made._owner, made._own_name = vector, owner, name
         return made
 
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self._vector.dtype
-
-    @property
-    def requires_grad(self) -> bool:
-        return self._vector.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        _raise_flattened(self, "requires_grad")
-
-    @property
-    def name(self) -> str:
-        return self._owner.label + self._own_name
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func in _OF_THE_VECTOR:
-            _raise_flattened(args[0], getattr(func, "__name__", str(func)))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            if func in _READ_OF_THE_VECTOR:
+                return func(args[0]._vector)
+            if operation_name(func) not in _SET_ON_THE_VECTOR:
+                return func(*args, **(kwargs or {}))
+        _raise_flattened(tensors_in((args, kwargs), cls)[0], operation_name(func))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub is not a classmethod's
@@ -81,23 +67,15 @@ class FlattenedParameter(torch.Tensor):
         return FlattenedParameter(self.shape, vector, self._owner, self._own_name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"FlattenedParameter({self.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        name = self._owner.label + self._own_name
+        return f"FlattenedParameter({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _accessors(*names: str) -> Iterator[Any]:
-    for name in names:
-        attribute = getattr(torch.Tensor, name)
-        yield from (attribute.__get__, attribute.__set__, attribute.__delete__)
-
-
-_OF_THE_VECTOR = frozenset(
-    [
-        torch.Tensor.requires_grad_,
-        torch.Tensor.register_hook,
-        torch.Tensor.register_post_accumulate_grad_hook,
-        *_accessors("data", "grad"),
-    ]
-)
+_READ_OF_THE_VECTOR = (torch.Tensor.dtype.__get__, torch.Tensor.requires_grad.__get__)  # type: ignore[attr-defined]
+_SET_ON_THE_VECTOR = (
+    ".data", ".grad", ".requires_grad", "requires_grad_", "register_hook",
+    "register_post_accumulate_grad_hook",
+)  # fmt: skip
 
 
 def flattened_in(module: nn.Module) -> dict[str, FlattenedParameter]:
@@ -107,8 +85,9 @@ def flattened_in(module: nn.Module) -> dict[str, FlattenedParameter]:
 
 
 def _raise_flattened(parameter: FlattenedParameter, operation: str) -> NoReturn:
+    name = parameter._owner.label + parameter._own_name
     raise RuntimeError(
-        f"{operation} needs parameter {parameter.name!r}, which is sharded here, in a flattened "
+        f"{operation} needs parameter {name!r}, which is sharded here, in a flattened "
         "vector (flatten_parameters), and has values only during a forward. To use it in a "
         "forward, call the wrapper, not a module inside it; if weights are tied, assign one "
         "nn.Parameter to both modules before wrapping. For a method other than forward, call "
@@ -140,7 +119,7 @@ class ShardedTensor:
     wide: bool = False  # computed in the dtype of the shard
     # The ranks with the other shards; None inside a trace.
     world: World | None = None
-    summoned: object | None = None  # its full parameters, see summon.py
+    summoned: Any = None  # its `FullParameters`, see summon.py
     # Inside no_sync: where units store full gradients of it, and under which number.
     unreduced: list[tuple[dict[int, torch.Tensor], int]] = field(default_factory=list)
     copy: ShardCopy | None = None  # on the device, of a shard on the host
@@ -154,11 +133,6 @@ class ShardedTensor:
     def name(self) -> str:
         """From the root module if that is known."""
         return self.key if self.comms is None else self.comms.label + self.key
-
-    @property
-    def divided(self) -> bool:
-        """Whether other ranks have other shards of it."""
-        return self.world is not None and self.world.size > 1
 
     def attributes_of(self, member: int) -> dict[str, Any]:
         """The attributes of full parameter ``member``, those of users and of this package."""
@@ -265,21 +239,12 @@ def require_reduced(parameters: Iterable[object], what: str) -> None:
 
 # These need no values, or move modules.
 _HARMLESS = frozenset(
-    """__get__ __set__ __delete__ __hash__ __repr__ __deepcopy__ size dim ndimension numel nelement
+    """__hash__ __repr__ __deepcopy__ size dim ndimension numel nelement
     element_size is_floating_point is_complex is_signed is_contiguous is_inference is_pinned
     is_shared stride storage_offset data_ptr untyped_storage get_device requires_grad_ retain_grad
     detach clone to cpu cuda xla type type_as float double half bfloat16 contiguous empty_like
     new_empty register_hook _has_compatible_shallow_copy_type""".split()
 )
-_SETS_REQUIRES_GRAD = (
-    torch.Tensor.requires_grad_,
-    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]  # a descriptor in C
-)
-
-
-_GRAD: Any = torch.Tensor.grad
-_GETS_GRAD = _GRAD.__get__
-_SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor in C
 
 
 class ReleasedParameter(nn.Parameter):
@@ -292,15 +257,23 @@ class ReleasedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func == _GETS_GRAD:
-            _require_no_gradient(args[0])
-        if func in _SETS_REQUIRES_GRAD:
+        name, sets = operation_name(func), len(args) > 1
+        if name == ".grad" and not sets:
+            sharded = sharded_tensor_of(args[0])
+            if sharded is not None and sharded.shard.grad is not None:
+                remedy = "Read gradients from model.parameters() after wrapping"
+                _raise_released(".grad was read from", args[0], remedy)
+        if name == "requires_grad_" or (name == ".requires_grad" and sets):
             _require_no_change(*args, **(kwargs or {}))
-        if func == _SETS_DATA and not isinstance(args[1], cls):  # else it moves with its module
-            _raise_released("an assignment to .data", args[:1])
-        name = getattr(func, "__name__", str(func))
-        if name not in _HARMLESS:
-            _raise_released(name, (args, kwargs))
+        moves = name != ".data" or not sets or isinstance(args[1], cls)  # with its module
+        if not moves or (name not in _HARMLESS and not name.startswith(".")):
+            _raise_released(
+                f"{name if moves else 'an assignment to .data'} needs the values of",
+                tensors_in((args, kwargs), cls)[0],
+                "In a forward, read the parameter as an attribute of its module "
+                "(self.layer.weight); elsewhere, take shards from model.parameters() after "
+                "wrapping, or full parameters within FSDP.summon_full_params(model)",
+            )
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
             # Ours is empty; any other gradient was set by the user.
@@ -319,38 +292,23 @@ def release(parameter: nn.Parameter) -> None:
         parameter.__class__ = ReleasedParameter
 
 
-def _require_no_gradient(parameter: torch.Tensor) -> None:
-    sharded = sharded_tensor_of(parameter)
-    if sharded is not None and sharded.shard.grad is not None:
-        raise RuntimeError(
-            f".grad was read from a parameter object of before the wrapping; the parameter "
-            f"({sharded.key!r} in its wrapper) was sharded, and its gradient is at the shard. Read "
-            "gradients from model.parameters() after wrapping"
-        )
-
-
 def _require_no_change(parameter: torch.Tensor, requires_grad: bool = True) -> None:
-    sharded = sharded_tensor_of(parameter)
     # A moved parameter is another object, and gets the first one's value.
-    moved = sharded is None and requires_grad
+    moved = sharded_tensor_of(parameter) is None and requires_grad
     if parameter.requires_grad is not requires_grad and not moved:
-        which = "now in scanned blocks" if sharded is None else f"{sharded.key!r} in its wrapper"
-        raise RuntimeError(
-            f"requires_grad={requires_grad} was set on a parameter object of before the wrapping, "
-            f"which has no effect: the parameter was sharded ({which}). Freeze and unfreeze "
-            "parameters of the wrapped model (model.named_parameters()); scanned blocks only "
-            "together"
+        _raise_released(
+            f"requires_grad={requires_grad} has no effect on",
+            parameter,
+            "Freeze and unfreeze parameters of the wrapped model (model.named_parameters()); "
+            "scanned blocks only together",
         )
 
 
-def _raise_released(operation: str, given: Any) -> None:
-    mine = tensors_in(given, ReleasedParameter)
-    names = [repr(sharded.key) for sharded in map(sharded_tensor_of, mine) if sharded is not None]
-    which = f"{names[0]} in its wrapper" if names else "now in a wrapper or in scanned blocks"
+def _raise_released(problem: str, parameter: torch.Tensor, remedy: str) -> NoReturn:
+    sharded = sharded_tensor_of(parameter)
+    there = "now in a wrapper or in scanned blocks"
+    where = there if sharded is None else f"{sharded.key!r} in its wrapper"
     raise RuntimeError(
-        f"{operation} needs the values of a parameter that was sharded ({which}), but was called "
-        "on the parameter object of before the wrapping (kept in a list, a variable or a "
-        "closure), which is empty now. In a forward, read the parameter as an attribute of its "
-        "module (self.layer.weight); elsewhere, take shards from model.parameters() after "
-        "wrapping, or full parameters within FSDP.summon_full_params(model)"
+        f"{problem} a parameter object of before the wrapping (kept in a list, a variable or a "
+        f"closure). The parameter was sharded ({where}), so that object is empty. {remedy}"
     )

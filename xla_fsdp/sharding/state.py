@@ -16,6 +16,7 @@ from ..collectives.order import Event, Order
 from ..collectives.world import World
 from ..layers import linear
 from ..names import is_wrapper
+from ..ranks.autograd_thread import in_backward
 from ..tree import cast_floats, map_tensors, tensors_in
 from .comm_plan import gather_waits
 from .comms import SecondaryShards
@@ -96,7 +97,7 @@ class FSDPState(Unit):
         if self.stream is not None:
             args, kwargs = self.stream.mark_backward_end((args, kwargs))
         # In a recomputation, keep them: its backward follows immediately.
-        stays = torch.is_grad_enabled() and (_in_backward() or not self._frees_after_forward)
+        stays = torch.is_grad_enabled() and (in_backward() or not self._frees_after_forward)
         one = self._begin((args, kwargs), stays)
         keep = False
         try:
@@ -153,7 +154,7 @@ class FSDPState(Unit):
         """Gathers for a forward on ``inputs``; ``keep``: until the backward."""
         if self.active is None:
             self.require_shards_installed()
-        recomputes = _in_backward()
+        recomputes = in_backward()
         one = Pass(self, self._second_shards(recomputes, keep))
         if self.is_root or not (computing_passes() or recomputes):
             one.on_backward_end = self._end_backward_of_model
@@ -201,7 +202,7 @@ class FSDPState(Unit):
             one.reshard()
         if self._frees_after_forward:
             self._drop_cache()
-        if not computing_passes() and not _in_backward():
+        if not computing_passes() and not in_backward():
             self.order.end_forward()
 
     def _finish(self, one: Pass, outputs: Any) -> tuple[Any, set[torch.device]]:
@@ -247,7 +248,7 @@ class FSDPState(Unit):
 
     def reset_after_failure(self) -> None:
         """Clears state that an exception in an earlier forward or backward left behind."""
-        if not self.computing and not _in_backward():
+        if not self.computing and not in_backward():
             for task in list(self._backward):
                 self._leave_backward(task)
             if self.stream is not None:
@@ -358,7 +359,7 @@ class FSDPState(Unit):
 
     def unshard(self) -> None:
         """Puts full parameters into the modules, where they stay for the next forward."""
-        if self.computing or _in_backward():
+        if self.computing or in_backward():
             return
         self.require_not_summoned()
         self.release()
@@ -451,10 +452,6 @@ def units_in(root: nn.Module) -> list[tuple[str, FSDPState]]:
 def unique_units(root: nn.Module) -> list[FSDPState]:
     found = map(unit_of, root.modules())
     return list(dict.fromkeys(unit for unit in found if unit is not None))
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _require_inner_first(named: NamedUnits) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..collectives.host_data import as_data
 from ..collectives.random_state import synced_device
+from ..ranks.autograd_thread import in_backward
 from .freeing import stamps
 from .gathering import computing_passes
 from .sharded_parameter import is_user_attribute, local, on_local_parts
@@ -67,19 +68,30 @@ def summon_full_params(
     if not wrappers:
         yield
         return
-    summoned = _Summoned(_Arguments(writeback, rank0_only, offload_to_cpu, with_grads))
+    how = _Arguments(writeback, rank0_only, offload_to_cpu, with_grads)
+    # Without tied parameters that an outer context has already.
+    summoned: dict[ShardedTensor, FullParameters] = {}
     try:
         with synced_device():
             for wrapper, unit in wrappers:
-                summoned.add(wrapper, unit)
+                _summon(wrapper, unit, how, summoned)
         yield
         if writeback:
-            summoned.require_writable()
+            for _, unit in wrappers:
+                _require_writable(unit)
     finally:
-        summoned.restore()
+        for tensor in summoned:
+            tensor.summoned = None
+        for wrapper, unit in wrappers:
+            unit.summoned = False
+            for slot in unit.slots:
+                slot.restore_sharded()
+            for tensor in unit.flattened:
+                wrapper._parameters[tensor.key] = tensor.shard
+            unit.refresh_rnns()
     if writeback:
         with synced_device():
-            summoned.write_back()
+            _write_back(summoned, with_grads)
 
 
 def full_params_of(unit: FSDPState) -> list[torch.Tensor]:
@@ -87,10 +99,9 @@ def full_params_of(unit: FSDPState) -> list[torch.Tensor]:
 
     Raises RuntimeError if the unit has none now.
     """
-    if unit.summoned:
-        summoned = [_of(tensor) for tensor in unit.tensors]
-        if all(full.parameters for full in summoned):  # with rank0_only only rank 0 has them
-            return [parameter for full in summoned for parameter in full.parameters]
+    # With rank0_only only rank 0 has them.
+    if unit.summoned and all(tensor.summoned.parameters for tensor in unit.tensors):
+        return [parameter for tensor in unit.tensors for parameter in tensor.summoned.parameters]
     held = unit.active
     if held is None and unit.tensors:
         raise RuntimeError(
@@ -116,7 +127,7 @@ def _require_possible(
     module: nn.Module, units: Sequence[FSDPState], recurse: bool, with_grads: bool
 ) -> None:
     require_no_scanned(units)
-    if computing_passes() or torch._C._current_graph_task_id() != -1:
+    if computing_passes() or in_backward():
         raise RuntimeError(
             "parameters cannot be summoned in a forward or backward, which gathers and frees "
             "parameters itself. Summon them before or after it"
@@ -140,130 +151,99 @@ def _require_possible(
         )
 
 
-class _Summoned:
-    def __init__(self, how: _Arguments) -> None:
-        self.how = how
-        # Other ranks take part in the gathers.
-        self.wanted = xr.global_ordinal() == 0 or not how.rank0_only
-        # Without tied parameters that an outer context has already.
-        self.summoned: dict[ShardedTensor, FullParameters] = {}
-        self.entered: list[tuple[nn.Module, FSDPState]] = []
-
-    def add(self, wrapper: nn.Module, unit: FSDPState) -> None:
-        for tensor in unit.tensors:
-            if tensor.summoned is not None and _of(tensor).how != self.how:
-                raise RuntimeError(
-                    "an outer context summoned a parameter that both wrappers use (tied weights) "
-                    f"with other arguments, {_of(tensor).how} instead of {self.how}. Use the same "
-                    "arguments in both"
-                )
-        self.entered.append((wrapper, unit))
-        unit.summoned = True
-        new = [tensor for tensor in unit.tensors if tensor.summoned is None]
-        values = {tensor: _full_members(tensor, tensor.shard) for tensor in new}
-        grads = {
-            tensor: _full_members(tensor, grad)
-            for tensor in new
-            if self.how.with_grads and (grad := tensor.shard.grad) is not None
-        }
-        torch_xla.sync(wait=True)  # finish the common gathers before ranks act differently
-        for tensor, members in values.items():
-            parameters = self._parameters(tensor, members, grads.get(tensor))
-            self.summoned[tensor] = tensor.summoned = FullParameters(
-                self.how, parameters, *_seen(parameters)
+def _summon(
+    wrapper: nn.Module,
+    unit: FSDPState,
+    how: _Arguments,
+    summoned: dict[ShardedTensor, FullParameters],
+) -> None:
+    """Gathers the parameters of ``unit``, puts them into its modules, and adds them to
+    ``summoned``."""
+    for tensor in unit.tensors:
+        if tensor.summoned is not None and tensor.summoned.how != how:
+            raise RuntimeError(
+                "an outer context summoned a parameter that both wrappers use (tied weights) with "
+                f"other arguments, {tensor.summoned.how} instead of {how}. Use the same arguments "
+                "in both"
             )
-        if not self.wanted:
-            return
-        for tensor in unit.flattened:
-            del wrapper._parameters[tensor.key]
-        for slot in unit.slots:
-            slot.put(_parameter(unit, slot.index))
-        unit.refresh_rnns()
+    unit.summoned = True
+    new = [tensor for tensor in unit.tensors if tensor.summoned is None]
+    values = {tensor: _full_members(tensor, tensor.shard) for tensor in new}
+    grads = {
+        tensor: _full_members(tensor, grad)
+        for tensor in new
+        if how.with_grads and (grad := tensor.shard.grad) is not None
+    }
+    torch_xla.sync(wait=True)  # finish the common gathers before ranks act differently
 
-    def _parameters(
-        self,
-        tensor: ShardedTensor,
-        values: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor] | None,
-    ) -> list[nn.Parameter]:
-        if not self.wanted:
-            return []
-        trainable = tensor.shard.requires_grad
-        parameters = [nn.Parameter(self._moved(value), trainable) for value in values]
-        if grads is not None:
-            for parameter, grad in zip(parameters, grads, strict=True):
-                parameter.grad = self._moved(grad)
-        for number, parameter in enumerate(parameters):
+    def moved(value: torch.Tensor) -> torch.Tensor:
+        return value.cpu() if how.offload_to_cpu else value
+
+    wanted = xr.global_ordinal() == 0 or not how.rank0_only
+    for tensor, members in values.items():
+        parameters = []
+        for number, value in enumerate(members if wanted else ()):
+            full = nn.Parameter(moved(value), tensor.shard.requires_grad)
+            if tensor in grads:
+                full.grad = moved(grads[tensor][number])
             for name, attribute in tensor.attributes_of(number).items():
                 if is_user_attribute(name):
-                    parameter.__dict__[name] = attribute
-        return parameters
+                    full.__dict__[name] = attribute
+            parameters.append(full)
+        tensor.summoned = FullParameters(how, parameters, *_marks(parameters))
+        summoned[tensor] = tensor.summoned
+    if not wanted:
+        return
+    for tensor in unit.flattened:
+        del wrapper._parameters[tensor.key]
+    for slot in unit.slots:
+        slot.put(_parameter(unit, slot.index))
+    unit.refresh_rnns()
 
-    def _moved(self, value: torch.Tensor) -> torch.Tensor:
-        return value.cpu() if self.how.offload_to_cpu else value
 
-    def require_writable(self) -> None:
-        for _, unit in self.entered:
-            for slot in unit.slots:
-                own = _parameter(unit, slot.index)
-                name = unit.name_of(slot.index)
-                if slot.module._parameters.get(slot.name) is not own:
-                    raise_replaced(name)
-                tensor, member = unit.members[slot.index]
-                expected = tensor.layout.members[member].shape, tensor.shard.dtype
-                if (tuple(own.shape), own.dtype) != expected:
-                    raise RuntimeError(
-                        f"parameter {name!r} was changed to shape {tuple(own.shape)} and dtype "
-                        f"{own.dtype}, but its shards have {expected[0]} and {expected[1]}. "
-                        "Change only its values"
-                    )
-                if own.requires_grad != _of(tensor).parameters[0].requires_grad:
-                    raise RuntimeError(
-                        f"{name!r} was frozen or unfrozen without the parameters in the same "
-                        "flattened vector. Do it for all of them, or wrap without "
-                        "flatten_parameters"
-                    )
+def _require_writable(unit: FSDPState) -> None:
+    for slot in unit.slots:
+        own, name = _parameter(unit, slot.index), unit.name_of(slot.index)
+        if slot.module._parameters.get(slot.name) is not own:
+            raise_replaced(name)
+        tensor, member = unit.members[slot.index]
+        expected = tensor.layout.members[member].shape, tensor.shard.dtype
+        if (tuple(own.shape), own.dtype) != expected:
+            raise RuntimeError(
+                f"parameter {name!r} was changed to shape {tuple(own.shape)} and dtype "
+                f"{own.dtype}, but its shards have {expected[0]} and {expected[1]}. Change only "
+                "its values"
+            )
+        if own.requires_grad != tensor.summoned.parameters[0].requires_grad:
+            raise RuntimeError(
+                f"{name!r} was frozen or unfrozen without the parameters in the same flattened "
+                "vector. Do it for all of them, or wrap without flatten_parameters"
+            )
 
-    def restore(self) -> None:
-        for wrapper, unit in self.entered:
-            unit.summoned = False
-            for tensor in unit.tensors:
-                if tensor in self.summoned:
-                    tensor.summoned = None
-            for slot in unit.slots:
-                slot.restore_sharded()
-            for tensor in unit.flattened:
-                wrapper._parameters[tensor.key] = tensor.shard
-            unit.refresh_rnns()
 
-    @torch.no_grad()
-    def write_back(self) -> None:
-        for tensor, full in self.summoned.items():
-            values, grads = full.changed()
-            if values:
-                with on_local_parts():
-                    tensor.shard.copy_(_cut(tensor, full.parameters))
-            if self.how.with_grads and grads:
-                found = [parameter.grad for parameter in full.parameters]
-                own = None
-                if any(grad is not None for grad in found):
-                    pairs = zip(found, full.parameters, strict=True)
-                    some = [torch.zeros_like(p) if grad is None else grad for grad, p in pairs]
-                    own = _cut(tensor, some)
-                with on_local_parts():
-                    tensor.shard.grad = own
-            tensor.shard.requires_grad_(full.parameters[0].requires_grad)
-        torch_xla.sync()  # run the update as a separate program
+@torch.no_grad()
+def _write_back(summoned: dict[ShardedTensor, FullParameters], with_grads: bool) -> None:
+    for tensor, full in summoned.items():
+        values, grads = _marks(full.parameters)
+        if values != full.values:
+            with on_local_parts():
+                tensor.shard.copy_(_cut(tensor, full.parameters))
+        if with_grads and grads != full.grads:
+            own = None
+            if any(p.grad is not None for p in full.parameters):
+                zeros_for_none = [
+                    torch.zeros_like(p) if p.grad is None else p.grad for p in full.parameters
+                ]
+                own = _cut(tensor, zeros_for_none)
+            with on_local_parts():
+                tensor.shard.grad = own
+        tensor.shard.requires_grad_(full.parameters[0].requires_grad)
+    torch_xla.sync()  # run the update as a separate program
 
 
 def _parameter(unit: FSDPState, index: int) -> nn.Parameter:
     tensor, member = unit.members[index]
-    return _of(tensor).parameters[member]
-
-
-def _of(tensor: ShardedTensor) -> FullParameters:
-    assert isinstance(tensor.summoned, FullParameters)
-    return tensor.summoned
+    return tensor.summoned.parameters[member]
 
 
 @dataclass(frozen=True)
@@ -278,17 +258,12 @@ class _Arguments:
 
 @dataclass(frozen=True, eq=False)
 class FullParameters:
-    """Of one sharded tensor, with their state when they were gathered."""
+    """Of one sharded tensor, with :func:`_marks` of them when they were gathered."""
 
     how: _Arguments
     parameters: list[nn.Parameter]
     values: list[object]
     grads: list[object]
-
-    def changed(self) -> tuple[bool, bool]:
-        """Whether values, and whether gradients, may have changed."""
-        values, grads = _seen(self.parameters)
-        return values != self.values, grads != self.grads
 
 
 def _full_members(tensor: ShardedTensor, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -307,7 +282,7 @@ def _cut(tensor: ShardedTensor, full: Sequence[torch.Tensor]) -> torch.Tensor:
     return spec.cut(joined).to(tensor.shard.device)
 
 
-def _seen(parameters: Sequence[nn.Parameter]) -> tuple[list[object], list[object]]:
+def _marks(parameters: Sequence[nn.Parameter]) -> tuple[list[object], list[object]]:
     """Equal if neither values nor gradients of ``parameters`` changed in between."""
     return [_mark(one) for one in parameters], [_mark(one.grad) for one in parameters]
 

@@ -7,7 +7,6 @@ inlines such computations, so the program is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch_xla
@@ -28,7 +27,7 @@ _MAX_CACHED = 16
 class TraceCache:
     def __init__(self, world: World) -> None:
         self._world = world
-        self._known: dict[Hashable, _Computation] = {}
+        self._known: dict[Hashable, Traced | None] = {}
 
     def __getstate__(self) -> dict[str, object]:
         """Computations cannot be copied or pickled; a copy starts with an empty cache."""
@@ -52,21 +51,22 @@ class TraceCache:
             known = self._trace(name, function, tensors)
         else:
             key = (name, key, *((tensor.shape, tensor.dtype) for tensor in tensors))
-            found = self._known.pop(key, None)
-            known = found or self._trace(name, function, tensors)
+            known = self._known.pop(key, None) or self._trace(name, function, tensors)
             self._known[key] = known  # move to the end: the first is the least recently used
             if len(self._known) > _MAX_CACHED:
                 del self._known[next(iter(self._known))]
-        if known.computation is None:
+        if known is None:
             return function(tensors)
         operands = [
-            one if isinstance(one, torch.Tensor) else tensors[one] for one in known.operands
+            tensors[known.argument_of[n]] if n in known.argument_of else known.hoisted[n]
+            for n in range(len(known.argument_of) + len(known.hoisted))
         ]
         return xlac.call_computation(f"xla::{name}", operands, known.computation)
 
     def _trace(
         self, name: str, function: Callable[[Tensors], Tensors], tensors: Tensors
-    ) -> _Computation:
+    ) -> Traced | None:
+        """``None`` if ``function`` must be called instead."""
         device = str(self._world.device)
         default = xlac.default_device()
         xlac.set_default_device(device)  # autograd's threads have another default device
@@ -77,23 +77,13 @@ class TraceCache:
                 arguments = [xlac.placeholder(shape) for shape in shapes]
                 pairs = zip(arguments, tensors, strict=True)
                 if any(argument.dtype != tensor.dtype for argument, tensor in pairs):
-                    return _Computation(None, [])  # torch_xla changed a dtype (XLA_USE_32BIT_LONG)
-                traced = Traced(
-                    name, arguments, function([separate_copy(one) for one in arguments])
-                )
+                    return None  # torch_xla changed a dtype (XLA_USE_32BIT_LONG)
+                outputs = function([separate_copy(one) for one in arguments])
+                traced = Traced(name, arguments, outputs)
         finally:
             xlac.set_default_device(default)
-        operands = traced.argument_of | traced.hoisted
-        if not operands:  # parameters without elements
-            return _Computation(None, [])
-        return _Computation(
-            traced.computation, [operands[number] for number in range(len(operands))]
-        )
-
-
-class _Computation(NamedTuple):
-    computation: object  # None: call the function instead
-    operands: list[int | torch.Tensor]  # numbers of arguments, and other tensors that it uses
+        # Without operands, parameters have no elements.
+        return traced if traced.argument_of or traced.hoisted else None
 
 
 class Traced:

@@ -15,7 +15,7 @@ from ..names import dotted
 from .comms import Communicator, subgroup
 from .deferred_values import UninitializedTensor
 from .freeing import Stamp
-from .ignored import restore_ignored_marks
+from .ignored import mark_parameters
 from .options import FSDPOptions
 from .sharded_parameter import accumulate
 from .sharded_tensor import FlattenedParameter, ParameterSlot, ShardedTensor, mark_shards
@@ -158,7 +158,7 @@ class Unit:
 
     def mark_shards(self) -> None:
         mark_shards(self.stored)
-        restore_ignored_marks(self.ignored)
+        mark_parameters(self.ignored)
         for one in self.uninitialized:
             one.restart_watch()
 

@@ -11,14 +11,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch_xla
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ... import xlac
 from ...inplace import FSDPModule
-from ...ranks.autograd_thread import run_there
+from ...ranks.autograd_thread import in_backward, run_there
 from ...tree import tensors_in
 
 # Marks a tensor whose gradient hook sets the name of the backward.
@@ -86,13 +85,13 @@ class Naming:
         self._threads.gradient.clear()
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward and not self._threads.modules:
+        recomputes = in_backward()
+        if not recomputes and not self._threads.modules:
             if module not in self.roots:
                 self.roots.append(module)
             self._on_root_call()
         self._threads.modules += 1
-        phase = "recompute" if in_backward else "forward"
+        phase = "recompute" if recomputes else "forward"
         self._threads.stack.append((module, xlac.scope(f"{phase}[{self.name_of(module)}]")))
 
     def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
