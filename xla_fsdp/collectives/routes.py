@@ -34,6 +34,10 @@ _REMOVED = {"modelled": "auto", "stages": "auto", "rings": "auto", "at_once": "d
 
 # On v3-8, stages that the model predicts to be 7 % faster each made a step 5 % slower.
 _WORTH = 0.9
+# Of stages, the compiler overlaps and combines less than of one collective. `benchmarks.planned
+# --table routes`: reductions that the model predicts to be 77 us shorter made steps 3 % shorter,
+# those of 57 us or less, and all gathers, 0 to 7 % longer.
+_SAVED = 60e-6
 # Four blocks of ViT-10B on v5e:16x16 took 107.8 ms a step with no gradients around rows, 104.6 with
 # those of 210 MB, 109.3 with smaller ones too.
 _ROW_BYTES, _AS_LONG = 192 << 20, 1.1
@@ -167,6 +171,9 @@ class Routes:
             # Of equally fast routes the first, which has the fewest stages.
             staged = min(others, key=lambda route: route.seconds, default=at_once)
             worth = staged.seconds < _WORTH * at_once.seconds
+            if self.slice.chip.overlaps_gathers:
+                saved = at_once.seconds - staged.seconds
+                worth = worth and kind == "reduce-scatter" and saved > _SAVED
             if not worth and kind == "reduce-scatter" and self._rows:
                 ringed = [r for r in others if self.rings(r.stages[0], number_of_bytes)]
                 staged = min(ringed, key=lambda route: route.seconds, default=at_once)

@@ -296,8 +296,8 @@ class FSDPOptions:
         cpu_offload: see :class:`~xla_fsdp.CPUOffload`.
         ignored_modules, ignored_parameters, ignored_states: submodules and parameters (or either)
             that stay replicated. Their gradients are not reduced.
-        collective_routes: ``"auto"``: stages or rings over a TPU slice where the link model
-            predicts a gain. ``"default"``: the compiler chooses.
+        collective_routes: ``"auto"``: stages or rings over a TPU slice where they make a step
+            faster. ``"default"``: the compiler chooses.
         ignore: for ``scan_blocks``: names of attributes in which the blocks may differ.
         offload: for ``scan_blocks``: on TPU, store the blocks' inputs in host memory.
         prefetch: for ``scan_blocks``: gather the next block while a block computes.
