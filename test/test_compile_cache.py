@@ -212,12 +212,12 @@ def opened(tmp_path, monkeypatch):
     # Files are kept when a test says so: on a slow machine the second would be over at any time.
     monkeypatch.setattr(cache, "_SECONDS_BETWEEN_LOOKS", 3600.0)
 
-    def open_run(limit=1 << 30, began=lambda: True):
+    def open_session(limit=1 << 30, began=lambda: True):
         place = tmp_path.resolve() / "store"
-        runs.append(cache.open_run(place, "cpu-1", {"a": "b"}, limit, began))
+        runs.append(cache.open_session(place, "cpu-1", {"a": "b"}, limit, began))
         return runs[-1]
 
-    yield open_run
+    yield open_session
     for run in runs:
         run.end()
 

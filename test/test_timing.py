@@ -2,7 +2,7 @@
 
 import pytest
 
-from xla_fsdp.planning.records import Collective, HostCopy, Op, Schedule
+from xla_fsdp.planning.records import CompiledCollective, HostCopy, Op, Schedule
 from xla_fsdp.planning.timing import time_step
 from xla_fsdp.tpu.chips import DCN_LATENCY, LAUNCH
 from xla_fsdp.tpu.links import Links, collective_seconds, describe
@@ -18,7 +18,7 @@ V3 = resolve("v3-8")  # 2x2 chips of two cores, 82 GB/s
 def collective(kind, size, groups=(), *, ranks=None, index=0, done=None, **fields):
     ranks = ranks or len(groups[0])
     parts = {"all-reduce": 2 * (ranks - 1) / ranks, "collective-permute": 1}
-    return Collective(
+    return CompiledCollective(
         kind, size, tuple(map(tuple, groups)), index=index, done=index if done is None else done,
         name=f"{kind}.{index}", asked="", dtype="bf16", group_size=ranks,
         wire_bytes=int(size * parts.get(kind, (ranks - 1) / ranks)),
@@ -35,7 +35,7 @@ def columns(width, height):
 
 def schedule(*what):
     ops, collectives, copies = (
-        tuple(w for w in what if isinstance(w, kind)) for kind in (Op, Collective, HostCopy)
+        tuple(w for w in what if isinstance(w, kind)) for kind in (Op, CompiledCollective, HostCopy)
     )
     return Schedule(100, ops, collectives, (), (0,) * 100, 0, host_copies=copies)
 

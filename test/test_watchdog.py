@@ -351,7 +351,7 @@ def test_what_is_compiled_is_work(monkeypatch):
     monkeypatch.setattr(waits, "_counter", lambda name: counts.get(name, 0))
     monkeypatch.setattr(waits.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(waits.time, "process_time", lambda: next(processor))
-    progress = waits.Progress()
+    progress = waits.ProcessProgress()
 
     def look(**more):
         counts.update(more)

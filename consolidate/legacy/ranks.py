@@ -34,7 +34,7 @@ _FLAT_PARAMETER = "flat_param_"
 
 
 @dataclass(frozen=True)
-class Member:
+class LegacyMember:
     """One parameter of the model.
 
     ``names``: its own, then those tied to it. ``offset``: of its first element in the flat
@@ -60,7 +60,7 @@ class LegacyParameter:
 
     layout: str
     numel: int
-    members: tuple[Member, ...]
+    members: tuple[LegacyMember, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ def _read_native(found: Fields, rank: Rank) -> None:
     parameters = rank.parameters
     for key, each in found.child("parameters").children().items():
         members = tuple(
-            Member(member.names("names"), member.shape("shape"), member.integer("offset"))
+            LegacyMember(member.names("names"), member.shape("shape"), member.integer("offset"))
             for member in each.objects("members")
         )
         parameters[key] = LegacyParameter(each.text("layout"), each.integer("numel"), members)
@@ -235,7 +235,7 @@ def read_intree(found: Fields, rank: Rank) -> None:
         if own.startswith(f"{_WRAPPERS[0]}.{_FLAT_PARAMETER}"):
             members = _read_flattened(_join(module, own), flattened)
         else:
-            members = (Member((_clean_name(_join(module, own)),), shape, 0),)
+            members = (LegacyMember((_clean_name(_join(module, own)),), shape, 0),)
         layout = _DIM0 if rank.state_dict[key].dim() > 1 else _FLAT
         rank.parameters[key] = LegacyParameter(layout, math.prod(shape), members)
 
@@ -256,7 +256,7 @@ def read_intree(found: Fields, rank: Rank) -> None:
         rank.buffers[key] = name, dtype
 
 
-def _read_flattened(name: str, flattened: Fields) -> tuple[Member, ...]:
+def _read_flattened(name: str, flattened: Fields) -> tuple[LegacyMember, ...]:
     value = flattened.list(name)
     if len(value) != 3 or any(not isinstance(column, (list, tuple)) for column in value):
         flattened.fail(f"{name!r:.80} is not a tuple (names, shapes, numels) of lists")
@@ -270,7 +270,7 @@ def _read_flattened(name: str, flattened: Fields) -> tuple[Member, ...]:
     for row in zip(*value, strict=True):
         each = Fields(dict(zip(("name", "shape", "numel"), row, strict=True)), flattened.label)
         full = _clean_name(_join(owner, each.text("name")))
-        member = Member((full,), each.shape("shape"), offset)
+        member = LegacyMember((full,), each.shape("shape"), offset)
         if member.numel != each.integer("numel"):
             each.fail(
                 f"{full!r} of shape {member.shape} has {member.numel} elements, but its numel is "

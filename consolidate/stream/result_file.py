@@ -155,7 +155,7 @@ class TorchFile:
     @cached_property
     def _records(self) -> tuple[dict[str, bytes], dict[str, FileTensor]]:
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer)
+        pickler = _StoragePickler(buffer)
         pickler.dump(self.content)
         fixed = {f"{_FOLDER}/{name}": data for name, data in _FIXED.items()}
         small = {f"{_FOLDER}/data.pkl": buffer.getvalue(), **fixed}
@@ -166,7 +166,7 @@ class TorchFile:
 ResultFile = SafetensorsFile | TorchFile
 
 
-class _Pickler(pickle.Pickler):
+class _StoragePickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=2)
         self.storages: list[FileTensor] = []

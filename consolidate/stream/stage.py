@@ -23,7 +23,7 @@ from .result_file import ResultFile
 
 _DISK = LocalStore()
 # Called with the number of bytes since the last call.
-Progress = AbstractContextManager[Callable[[int], object]]
+ProgressContext = AbstractContextManager[Callable[[int], object]]
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def write_result(
     plan: WritePlan,
     target: str,
     inputs: list[str],
-    progress: Callable[[str, int], Progress] = silent,
+    progress: Callable[[str, int], ProgressContext] = silent,
 ) -> tuple[bool, int]:
     """Writes the result and replaces the target. Raises OutputError.
 
@@ -56,7 +56,9 @@ def write_result(
     return False, kept
 
 
-def _is_there(plan: WritePlan, target: str, progress: Callable[[str, int], Progress]) -> bool:
+def _is_there(
+    plan: WritePlan, target: str, progress: Callable[[str, int], ProgressContext]
+) -> bool:
     folder = target if plan.is_folder else os.path.dirname(target)
 
     def same(texts: Mapping[str, bytes]) -> bool:
@@ -76,7 +78,7 @@ def _is_there(plan: WritePlan, target: str, progress: Callable[[str, int], Progr
 
 
 def _check(
-    files: Sequence[ResultFile], folder: str, progress: Callable[[str, int], Progress]
+    files: Sequence[ResultFile], folder: str, progress: Callable[[str, int], ProgressContext]
 ) -> dict[str, str]:
     """The digests of those ``files`` that are in ``folder``, complete and right."""
     with progress("check", sum(file.nbytes for file in files)) as bar:
@@ -125,7 +127,7 @@ class _Stage:
                 os.rmdir(self.folder)
             lock.close()
 
-    def fill(self, plan: WritePlan, progress: Callable[[str, int], Progress]) -> int:
+    def fill(self, plan: WritePlan, progress: Callable[[str, int], ProgressContext]) -> int:
         """Writes all files of the plan. Returns the number that existed."""
         names, present = {file.name for file in plan.files}, set(_DISK.list(self.folder))
         for name in present - names:

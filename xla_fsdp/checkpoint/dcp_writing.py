@@ -61,7 +61,7 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
-    contents: dict[str, _Entry] = exchange.run_on_each_rank(
+    contents: dict[str, _DcpValue] = exchange.run_on_each_rank(
         "describe the model", lambda: {entry.keys[0]: entry for entry in _model(model, inventory)}
     )
     if optimizer is not None:
@@ -80,7 +80,7 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _DcpValue:
     """A value of the checkpoint.
 
     ``paths``: for each of its keys, the parts that make up the key. ``shard``: the parameter, if
@@ -126,14 +126,14 @@ def _all(shape: Sequence[int]) -> IndexRange:
     return IndexRange(torch.Size([0] * len(shape)), torch.Size(shape), 0)
 
 
-def _replicated(path: _Path, value: Any) -> Iterator[_Entry]:
+def _replicated(path: _Path, value: Any) -> Iterator[_DcpValue]:
     """The entries of a value, which torch takes apart as here."""
     if _is_taken_apart(value):
         each = value.items() if isinstance(value, Mapping) else enumerate(value)
         for name, inner in each:
             yield from _replicated((*path, name if isinstance(value, list) else str(name)), inner)
     else:
-        yield _Entry([path], value)
+        yield _DcpValue([path], value)
 
 
 def _is_taken_apart(value: Any) -> bool:
@@ -145,7 +145,7 @@ def _is_taken_apart(value: Any) -> bool:
     )
 
 
-def _model(model: nn.Module, inventory: Inventory) -> Iterator[_Entry]:
+def _model(model: nn.Module, inventory: Inventory) -> Iterator[_DcpValue]:
     state = placeholder_state_dict(model, inventory)
     if state is None:
         raise ValueError(
@@ -162,12 +162,12 @@ def _model(model: nn.Module, inventory: Inventory) -> Iterator[_Entry]:
             yield from _replicated(("model", name), value)
     for source, own in paths.items():
         if isinstance(source, ParameterShard):
-            yield _Entry(own, source.holder, source)
+            yield _DcpValue(own, source.holder, source)
         else:
-            yield _Entry(own, source.value())
+            yield _DcpValue(own, source.value())
 
 
-def _optimizer(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Iterator[_Entry]:
+def _optimizer(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Iterator[_DcpValue]:
     if state_converter_of(optimizer) is not None:
         raise TypeError(
             f"the state of {type(optimizer).__name__} does not have the shapes of the parameters, "
@@ -178,7 +178,7 @@ def _optimizer(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Iterat
         for key, value in local_state(optimizer, shard.holder).items():
             path = ("optim", "state", shard.name, key)
             if isinstance(value, torch.Tensor) and value.shape == local(shard.holder).shape:
-                yield _Entry([path], value, shard)
+                yield _DcpValue([path], value, shard)
             else:
                 yield from _replicated(path, value)
     groups = zip(optimizer.param_groups, members_of_groups(inventory, optimizer), strict=True)
@@ -186,7 +186,7 @@ def _optimizer(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Iterat
         for name, value in options(group).items():
             yield from _replicated(("optim", "param_groups", number, name), copy.deepcopy(value))
         names = [shard.name for shard in members]
-        yield _Entry([("optim", "param_groups", number, "params")], names)
+        yield _DcpValue([("optim", "param_groups", number, "params")], names)
 
 
 def _local(path: Any) -> str:
@@ -219,7 +219,7 @@ def _require_seen(folder: str) -> None:
         )
 
 
-def _write_part(folder: str, contents: Mapping[str, _Entry], rank: int) -> list[Any]:
+def _write_part(folder: str, contents: Mapping[str, _DcpValue], rank: int) -> list[Any]:
     """Writes this rank's file. Returns for each value its key, index range, and where it is."""
     name, copies = f"__{rank}_0.distcp", HostCopies()
     written: list[Any] = []
@@ -240,7 +240,7 @@ def _write_part(folder: str, contents: Mapping[str, _Entry], rank: int) -> list[
     return written
 
 
-def _finish(folder: str, contents: Mapping[str, _Entry], results: list[list[Any]]) -> None:
+def _finish(folder: str, contents: Mapping[str, _DcpValue], results: list[list[Any]]) -> None:
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in contents}
     found: list[WriteResult] = []
     for key, index_range, place in (one for each in results for one in each):

@@ -28,7 +28,7 @@ from .matching import (
     match_optimizer,
 )
 from .optimizers import (
-    Groups,
+    ParameterGroups,
     convert_state_to_save,
     local_state,
     members_of_groups,
@@ -378,11 +378,11 @@ def _gather_converted(
 
 def state_kinds(
     exchange: RankExchange, inventory: Inventory, optimizer: torch.optim.Optimizer
-) -> Groups:
+) -> ParameterGroups:
     """Returns the parameters of each group. Raises as :func:`full_optim_state_dict`."""
     converts = state_converter_of(optimizer) is not None
 
-    def look() -> tuple[Groups, list[Any]]:
+    def look() -> tuple[ParameterGroups, list[Any]]:
         groups = members_of_groups(inventory, optimizer)
         kinds = [
             # Pairs keep the order of the keys, in which collectives run.

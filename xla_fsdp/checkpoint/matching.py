@@ -17,7 +17,7 @@ from ..sharding.sharded_parameter import local
 from ..wording import join_some
 from .inventory import Entry, Inventory, ParameterShard, ReplicatedBuffer
 from .optimizers import (
-    Groups,
+    ParameterGroups,
     convert_state_to_load,
     elementwise_keys,
     members_of_groups,
@@ -211,7 +211,7 @@ class OptimizerMatch:
 def match_optimizer(
     inventory: Inventory,
     optimizer: torch.optim.Optimizer,
-    groups: Groups,
+    groups: ParameterGroups,
     saved: OptimizerState,
     label: str,
 ) -> OptimizerMatch:
@@ -261,7 +261,7 @@ def match_optimizer(
 
 def _match_groups(
     optimizer: torch.optim.Optimizer,
-    groups: Groups,
+    groups: ParameterGroups,
     known: Mapping[str, ParameterShard],
     saved: OptimizerState,
     label: str,
@@ -487,7 +487,10 @@ def convert_numbers_to_names(
 
 
 def _names_of_numbers(
-    saved_groups: Sequence[Mapping[str, Any]], inventory: Inventory, groups: Groups, label: str
+    saved_groups: Sequence[Mapping[str, Any]],
+    inventory: Inventory,
+    groups: ParameterGroups,
+    label: str,
 ) -> dict[int, str]:
     if all("param_names" in group for group in saved_groups):
         return {

@@ -168,7 +168,7 @@ def _open(folder: Path, part: str) -> None:
                 errno.EPERM, "anybody can put programs there, which you would run"
             )
         kind = f"{on.lower()}-{digest[:16]}"
-        run = open_run(folder.resolve(), kind, about)
+        run = open_session(folder.resolve(), kind, about)
     except OSError as error:
         raise type(error)(
             error.errno,
@@ -231,7 +231,7 @@ def _processor() -> str:
 
 
 @dataclass(frozen=True)
-class Program:
+class StoredProgram:
     path: Path
     name: str  # torch_xla's
     size: int
@@ -247,9 +247,9 @@ def _entries_of(folder: Path) -> list[os.DirEntry]:
         return []
 
 
-def _programs_in(kind: Path) -> list[Program]:
+def _programs_in(kind: Path) -> list[StoredProgram]:
     named = ((Path(entry.path), _KEPT.fullmatch(entry.name)) for entry in _entries_of(kind))
-    return [Program(path, one[1], int(one[2]), one[3]) for path, one in named if one]
+    return [StoredProgram(path, one[1], int(one[2]), one[3]) for path, one in named if one]
 
 
 def _digest_of(path: Path) -> str:
@@ -291,7 +291,7 @@ def _open_files() -> set[str]:
     return found
 
 
-class Run:
+class CacheSession:
     """One process's programs from and for the store; torch_xla uses ``folder``."""
 
     def __init__(self, kind: Path, began: Callable[[], bool]) -> None:
@@ -338,7 +338,7 @@ class Run:
                     self._loading.unlink(missing_ok=True)
                 self.keep_new()
 
-    def _take(self, program: Program) -> tuple[str, int] | None:
+    def _take(self, program: StoredProgram) -> tuple[str, int] | None:
         path, size = program.path, program.size
         target = self.folder / program.name
         try:
@@ -367,13 +367,13 @@ class Run:
                 other.unlink(missing_ok=True)
 
 
-def open_run(
+def open_session(
     store: Path,
     name: str,
     about: Mapping[str, str],
     limit: int = _LIMIT,
     began: Callable[[], bool] = lambda: any(compilation_counts()),
-) -> Run:
+) -> CacheSession:
     """Starts a run with the programs of the kind ``name``, which has the properties ``about``.
 
     Removes the oldest programs until all kinds have at most ``limit`` bytes. ``began``: whether
@@ -387,7 +387,7 @@ def open_run(
     if not (kind / "about.json").exists():
         text = json.dumps(dict(about), indent=1)
         _write_at_once(kind / "about.json", lambda path: Path(path).write_text(text))
-    return Run(kind, began)
+    return CacheSession(kind, began)
 
 
 def _died_while_loading(kind: Path) -> bool:

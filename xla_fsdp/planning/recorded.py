@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from .program.schedule import computing, read_line
 from .protobuf import message_classes
-from .records import Collective, Slot
+from .records import CompiledCollective, Slot
 
 _DEVICE = re.compile(r"/device:TPU:\d+")
 _HOST = "/host:CPU"
@@ -64,7 +64,7 @@ def messages() -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     name: str
     shown: str
     begin: float
@@ -91,7 +91,7 @@ class Plane:
             for entry in message.event_metadata
         }
 
-    def events(self, line: str = "") -> Iterator[Event]:
+    def events(self, line: str = "") -> Iterator[TraceEvent]:
         for one in self._lines:
             if line in ("", _text(one.name)):
                 for event in one.events:
@@ -99,7 +99,7 @@ class Plane:
                     begin = 1e-9 * one.timestamp_ns + 1e-12 * event.offset_ps
                     end = begin + 1e-12 * max(event.duration_ps, 0)
                     own = self._read(event.stats) if event.stats else {}
-                    yield Event(name, shown, begin, end, {**stats, **own})
+                    yield TraceEvent(name, shown, begin, end, {**stats, **own})
 
     def _read(self, stats: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -134,7 +134,7 @@ def _planes(path: Path) -> list[Plane]:
 
 
 @dataclass(frozen=True)
-class Program:
+class RecordedProgram:
     """One compiled program; all mappings are by the name of the instruction.
 
     ``compute``: (phase, module). ``starts``: the collective that it starts. ``ends``: the
@@ -143,7 +143,7 @@ class Program:
 
     name: str
     compute: Mapping[str, tuple[str, str]]
-    starts: Mapping[str, Collective]
+    starts: Mapping[str, CompiledCollective]
     ends: Mapping[str, str]
     times: Mapping[str, int]
 
@@ -153,7 +153,7 @@ class Program:
         return {*found, *(c.module for c in self.starts.values())} - {""}
 
 
-def read_program(name: str, proto: bytes) -> Program:
+def read_program(name: str, proto: bytes) -> RecordedProgram:
     """Parse an HloProto; ValueError if this XLA cannot read it, or not in time, or it is not
     scheduled.
     """
@@ -185,7 +185,7 @@ def read_program(name: str, proto: bytes) -> Program:
     starts = {names[c.index]: c for c in found.collectives}
     asynchronous = [c for c in found.collectives if c.asynchronous and c.done > c.index]
     ends = {names[c.index]: names[c.done] for c in asynchronous}
-    return Program(line.module.name, compute, starts, ends, times)
+    return RecordedProgram(line.module.name, compute, starts, ends, times)
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def _step(source: str, planes: list[Plane]) -> RecordedStep:
     )
 
 
-def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, Event]]]:
+def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, TraceEvent]]]:
     """The name of a chip that ran something, or the host; its (instruction, program, event)."""
     for plane in sorted(planes, key=lambda plane: plane.name):
         if _DEVICE.fullmatch(plane.name):
@@ -299,7 +299,7 @@ def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, Event]]]:
     raise ValueError("no device ran anything during the recording: record later steps")
 
 
-def _of(event: Event) -> str:
+def _of(event: TraceEvent) -> str:
     """The name of the instruction; on a TPU, ``event.name`` is its full text."""
     shown = event.shown or str(event.stats.get("hlo_op", ""))
     match = _NAME.match(shown or event.name)
@@ -312,8 +312,8 @@ def _number(text: str) -> str:
 
 
 def _main_program(
-    planes: list[Plane], events: list[tuple[str, str, Event]]
-) -> tuple[Program, dict[str, list[Event]]]:
+    planes: list[Plane], events: list[tuple[str, str, TraceEvent]]
+) -> tuple[RecordedProgram, dict[str, list[TraceEvent]]]:
     """The program with module names that took most time, and its events by instruction."""
     spent: dict[str, float] = {}
     for _, key, event in events:
@@ -326,7 +326,7 @@ def _main_program(
         for key in {base, _number(number.removesuffix(")"))} & spent.keys():
             protos.setdefault(key, []).extend(some)
     for key in sorted(protos, key=lambda key: -spent[key]):
-        ran: dict[str, list[Event]] = {}
+        ran: dict[str, list[TraceEvent]] = {}
         for op, of, event in sorted(events, key=lambda one: one[2].begin):
             if of == key:
                 ran.setdefault(op, []).append(event)
@@ -344,7 +344,7 @@ def _main_program(
     )
 
 
-def _require_alone(program: Program, ran: dict[str, list[Event]]) -> None:
+def _require_alone(program: RecordedProgram, ran: dict[str, list[TraceEvent]]) -> None:
     """Raise ValueError if several programs of one name ran: those of CPU ranks have no numbers."""
     counts = {len(some) for op, some in ran.items() if program.times.get(op) == 1}
     if not ran.keys() <= program.times.keys() or len(counts) > 1:
@@ -354,7 +354,9 @@ def _require_alone(program: Program, ran: dict[str, list[Event]]) -> None:
         )
 
 
-def _slots(program: Program, window: Mapping[str, list[Event]], begin: float) -> list[Slot]:
+def _slots(
+    program: RecordedProgram, window: Mapping[str, list[TraceEvent]], begin: float
+) -> list[Slot]:
     slots = []
     for op, events in window.items():
         ends = events
@@ -374,7 +376,9 @@ def _slots(program: Program, window: Mapping[str, list[Event]], begin: float) ->
     return sorted(slots, key=lambda slot: slot.begin)
 
 
-def _shares(program: Program, mine: dict[str, list[Event]], executions: int) -> list[Share]:
+def _shares(
+    program: RecordedProgram, mine: dict[str, list[TraceEvent]], executions: int
+) -> list[Share]:
     def seconds(op: str) -> float:
         return sum(event.end - event.begin for event in mine.get(op, ())) / executions
 

@@ -40,7 +40,7 @@ class Op:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective(OneCollective):
+class CompiledCollective(OneCollective):
     """One collective. An asynchronous one counts once, even if the compiler split it into pieces.
 
     ``kind`` (one of KINDS) is the kind after compilation, ``asked`` the kind that was traced, "" if
@@ -94,7 +94,7 @@ class Buffer:
 class Schedule:
     length: int
     ops: tuple[Op, ...]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[CompiledCollective, ...]
     buffers: tuple[Buffer, ...]  # in HBM only
     curve: tuple[int, ...]  # bytes of HBM in use at every place
     peak_index: int

@@ -25,7 +25,7 @@ from ..wording import join_some, runs
 _SEEN = "_xla_fsdp_divergence"
 
 
-class _Seen:
+class _ModulesOfTensor:
     """The modules that return (innermost first) and receive a tensor in a ``step``."""
 
     def __init__(self, what: str, step: int) -> None:
@@ -215,11 +215,11 @@ class detect_divergence:
         for tensor in _with_nan(outputs) if self.looking else ():
             self._watched(tensor, f"the output of {_shown(name)}", name).makers.append(name)
 
-    def _watched(self, tensor: torch.Tensor, what: str, maker: str | None) -> _Seen:
-        found: _Seen | None = getattr(tensor, _SEEN, None)
+    def _watched(self, tensor: torch.Tensor, what: str, maker: str | None) -> _ModulesOfTensor:
+        found: _ModulesOfTensor | None = getattr(tensor, _SEEN, None)
         if found is not None and found.step == self._step:
             return found
-        seen = _Seen(what, self._step)
+        seen = _ModulesOfTensor(what, self._step)
         setattr(tensor, _SEEN, seen)
         # A checkpointed module runs again in the backward, and only then with a graph.
         if torch._C._current_graph_task_id() == -1:

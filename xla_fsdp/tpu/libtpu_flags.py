@@ -129,13 +129,13 @@ def library(environ: Mapping[str, str] = os.environ) -> str | None:
     return str(path) if path.is_file() else None
 
 
-class _Arguments(ctypes.Structure):
+class _InitializeArguments(ctypes.Structure):
     """``PJRT_Plugin_Initialize_Args`` of pjrt_c_api.h."""
 
     _fields_ = [("struct_size", ctypes.c_size_t), ("extension_start", ctypes.c_void_p)]
 
 
-class _Api(ctypes.Structure):
+class _PjrtApi(ctypes.Structure):
     """The beginning of ``PJRT_Api`` of pjrt_c_api.h."""
 
     _fields_ = [
@@ -148,14 +148,17 @@ class _Api(ctypes.Structure):
         ("error_destroy", ctypes.c_void_p),
         ("error_message", ctypes.c_void_p),
         ("error_get_code", ctypes.c_void_p),
-        ("plugin_initialize", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Arguments))),
+        (
+            "plugin_initialize",
+            ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_InitializeArguments)),
+        ),
     ]
 
 
 def _initialize(library: str) -> None:
     get_api = ctypes.CDLL(library).GetPjrtApi
-    get_api.restype = ctypes.POINTER(_Api)
-    arguments = _Arguments(ctypes.sizeof(_Arguments), None)
+    get_api.restype = ctypes.POINTER(_PjrtApi)
+    arguments = _InitializeArguments(ctypes.sizeof(_InitializeArguments), None)
     get_api().contents.plugin_initialize(ctypes.byref(arguments))
 
 

@@ -125,7 +125,7 @@ class TierServer(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def __init__(self, tier: HostTier, key: bytes, host: str) -> None:
-        super().__init__((host, 0), _Handler)
+        super().__init__((host, 0), _ReplicaHandler)
         self.tier, self.key = tier, key
         self.address: Address = (host, self.server_address[1])
         self._thread = threading.Thread(
@@ -142,7 +142,7 @@ class TierServer(socketserver.ThreadingTCPServer):
         self._thread.join()
 
 
-class _Handler(socketserver.StreamRequestHandler):
+class _ReplicaHandler(socketserver.StreamRequestHandler):
     server: TierServer
     timeout = TIMEOUT
     disable_nagle_algorithm = True  # do not delay the line before the bytes

@@ -34,14 +34,14 @@ from ...consolidate.format.store import join
 from ...sharding.state import is_sharded
 from ..optimizers import load_joined, save_alone
 from .ranks import on_host
-from .settings import Settings
+from .settings import WrapSettings
 
 # The key of a checkpoint that was read from a folder: its value is the folder.
 _FOLDER = "xla_fsdp_folder"
 
 
 class TrainerCheckpoints:
-    settings: Settings
+    settings: WrapSettings
     checkpoint_io: Any
     model: Any
     optimizers: Any
@@ -121,7 +121,7 @@ class TrainerCheckpoints:
 
 
 class FabricCheckpoints:
-    settings: Settings
+    settings: WrapSettings
     checkpoint_io: Any
     broadcast: Any
     _convert_stateful_objects_in_state: Any

@@ -106,7 +106,7 @@ for _connector in (_Connector, _AcceleratorConnector):
     changes.around(_connector, "_check_config_and_set_final_flags")(_with_ranks)
 
 
-class _Shared:
+class _SharedContext:
     """A context that the first rank enters, the last one leaves, and all share. It changes methods
     of a class; a second entry would save changed ones, and restore these at its end."""
 
@@ -133,7 +133,7 @@ class _Shared:
                     stack.close()
 
 
-_shared = _Shared()
+_shared = _SharedContext()
 for _place in (lightning.fabric.fabric, lightning.pytorch.trainer.connectors.data_connector):
     changes.around(_place, "_replace_dunder_methods")(_shared)
 

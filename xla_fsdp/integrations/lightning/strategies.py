@@ -28,7 +28,7 @@ from ..saving import outermost
 from .checkpoints import FabricCheckpoints, TrainerCheckpoints
 from .collectives import CollectivesMixin, sync_metrics
 from .ranks import FabricLauncher, RanksEnvironment, TrainerLauncher, in_rank
-from .settings import Policy, Settings, ShardedFabricPrecision, ShardedTrainerPrecision
+from .settings import LightningPolicy, ShardedFabricPrecision, ShardedTrainerPrecision, WrapSettings
 
 
 class _CommonStrategy(CollectivesMixin):
@@ -89,12 +89,12 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
-        auto_wrap_policy: Policy | None = None,
+        auto_wrap_policy: LightningPolicy | None = None,
         activation_checkpointing_policy: Collection[type[nn.Module]] | None = None,
         state_dict_type: str = "full",
         **options: Any,
     ) -> None:
-        self.settings = Settings(
+        self.settings = WrapSettings(
             auto_wrap_policy, activation_checkpointing_policy, state_dict_type, options
         )
         super().__init__(
@@ -228,13 +228,13 @@ class FabricStrategy(FabricCheckpoints, _CommonStrategy, ParallelFabricStrategy,
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: Any = None,
         precision: Any = None,
-        auto_wrap_policy: Policy | None = None,
+        auto_wrap_policy: LightningPolicy | None = None,
         activation_checkpointing_policy: Collection[type[nn.Module]] | None = None,
         state_dict_type: str = "sharded",
         sequential_save: bool = False,
         **options: Any,
     ) -> None:
-        self.settings = Settings(
+        self.settings = WrapSettings(
             auto_wrap_policy, activation_checkpointing_policy, state_dict_type, options
         )
         self.modules: list[nn.Module] = []  # the modules that were set up

@@ -12,7 +12,7 @@ import math
 import re
 
 from ...tpu.chips import LANES, Chip
-from .hlo import Computation, Instruction, leaves, numbers, parse_module
+from .hlo import HloComputation, Instruction, leaves, numbers, parse_module
 from .places import line_up
 
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -41,7 +41,7 @@ def model_flops(traced: str) -> float:
     return 3 * forward if "backward[" in traced else everything
 
 
-def flops_of(computation: Computation, instruction: Instruction) -> float:
+def flops_of(computation: HloComputation, instruction: Instruction) -> float:
     """FLOPs of one execution, without those of computations that it calls."""
     if instruction.opcode == "dot":
         left = _dims(computation.by_name[instruction.operands[0]])

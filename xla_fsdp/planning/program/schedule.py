@@ -10,11 +10,11 @@ from itertools import accumulate
 from math import prod
 
 from ...tpu.chips import Chip
-from ..records import Buffer, Collective, HostCopy, Op, Schedule
+from ..records import Buffer, CompiledCollective, HostCopy, Op, Schedule
 from .assignment import Assignment, Value, without_overlap
 from .collectives import Found, find_collectives
 from .flops import is_kernel, kernel_cycles
-from .hlo import HOST, Instruction, Module, leaves, parse_module
+from .hlo import HOST, HloModule, Instruction, leaves, parse_module
 from .places import Line, Place, line_up
 from .scopes import Labels
 
@@ -166,7 +166,7 @@ def _work_of(inside: Sequence[Instruction], matmuls: Sequence[Instruction], scor
     return "attention" if scores and scores in sizes else "elementwise"
 
 
-def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+def _inside(module: HloModule, instruction: Instruction) -> Iterator[Instruction]:
     if instruction.opcode not in _CALLS:
         yield instruction
         return
@@ -187,7 +187,7 @@ def _is_batched(matmul: Instruction) -> bool:
     return found is not None and int(found[1]) == int(found[3]) == int(found[2]) + 1
 
 
-def _elements_of_scores(module: Module) -> int:
+def _elements_of_scores(module: HloModule) -> int:
     """The number of elements of attention scores, the largest batched matmuls; 0 if not known."""
     sizes = {
         prod(leaf.dims)
@@ -209,7 +209,9 @@ def _padding(matmul: Instruction) -> float:
     return 1 - prod(shape.dims) / prod(padded) if prod(padded) else 0.0
 
 
-def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[Collective]:
+def _overlapped(
+    collectives: list[CompiledCollective], ops: tuple[Op, ...]
+) -> Iterator[CompiledCollective]:
     places = [op.index for op in ops]
     totals = [0, *accumulate(op.cycles * op.times for op in ops)]
     for one in collectives:

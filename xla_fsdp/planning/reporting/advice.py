@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...wording import join_some
-from ..records import Collective, CompilerMemory, Schedule, Timing
+from ..records import CompiledCollective, CompilerMemory, Schedule, Timing
 from ..tracing.step import TracedStep
 from ..tracing.units import TracedUnit, unit_of
 from .tables import GIB, MIB, NO_MODULE, NUMBER, TINY, count, timed_ops, units, wire
@@ -87,7 +87,7 @@ def warnings(
     yield from _about_collectives(schedule.collectives, any(op.cycles for op in schedule.ops))
 
 
-def _about_collectives(collectives: Sequence[Collective], timed: bool) -> Iterator[str]:
+def _about_collectives(collectives: Sequence[CompiledCollective], timed: bool) -> Iterator[str]:
     doubled, padded = Counter[str](), Counter[str]()
     for one in collectives:
         unit = units([one.module])[one.module] if one.module else "the step"
@@ -149,7 +149,7 @@ class Situation:
     def saved(self, **changed: Any) -> float:
         return self.timing.step - self.retime(replace(self.schedule, **changed))
 
-    def saved_without(self, left_out: Sequence[Collective]) -> float:
+    def saved_without(self, left_out: Sequence[CompiledCollective]) -> float:
         ids = set(map(id, left_out))
         some = tuple(c for c in self.schedule.collectives if id(c) not in ids)
         return self.saved(collectives=some)
@@ -216,7 +216,7 @@ def _zero_2(found: Situation) -> Iterator[Suggestion]:
         yield Suggestion(found.saved_without(gathers), how)
 
 
-def _gathers_of_backward(schedule: Schedule) -> list[Collective]:
+def _gathers_of_backward(schedule: Schedule) -> list[CompiledCollective]:
     return [c for c in schedule.collectives if (c.kind, c.phase) == ("all-gather", "backward")]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ...wording import join_some
-from ..records import KINDS, Buffer, Collective, Op, Schedule, Timing
+from ..records import KINDS, Buffer, CompiledCollective, Op, Schedule, Timing
 
 if TYPE_CHECKING:
     from .report import Report
@@ -83,12 +83,12 @@ def units(modules: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def count(collectives: Sequence[Collective]) -> int:
+def count(collectives: Sequence[CompiledCollective]) -> int:
     """Executions in a step."""
     return sum(c.times for c in collectives)
 
 
-def wire(collectives: Sequence[Collective]) -> int:
+def wire(collectives: Sequence[CompiledCollective]) -> int:
     """Bytes that a device sends for them in a step."""
     return sum(c.wire_bytes * c.times for c in collectives)
 
@@ -342,7 +342,7 @@ def _hbm_by_kind(report: Report) -> Section:
 
 def _collectives(report: Report) -> Section:
     """Those whose kind the compiler changed are listed separately."""
-    kinds: dict[str, list[Collective]] = {}
+    kinds: dict[str, list[CompiledCollective]] = {}
     for c in sorted(report.schedule.collectives, key=lambda c: KINDS.index(c.kind)):
         name = f"{c.kind} (traced as {c.asked})" if c.asked not in ("", c.kind) else c.kind
         kinds.setdefault(name, []).append(c)
@@ -352,7 +352,7 @@ def _collectives(report: Report) -> Section:
     return Section("Collectives of a step", _COUNTED, tuple(rows))
 
 
-def _counts(some: Sequence[Collective]) -> tuple[str, ...]:
+def _counts(some: Sequence[CompiledCollective]) -> tuple[str, ...]:
     ready = count([c for c in some if c.asynchronous])
     tiny = count([c for c in some if c.bytes < TINY])
     numbers = count(some), count(some) - ready, ready, tiny
@@ -366,7 +366,7 @@ def _by_unit(report: Report) -> Section:
     return Section("Collectives by module", _COUNTED, rows)
 
 
-T = TypeVar("T", Op, Collective)
+T = TypeVar("T", Op, CompiledCollective)
 
 
 def _grouped(

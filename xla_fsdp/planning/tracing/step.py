@@ -102,7 +102,7 @@ def trace_step(
         )
     try:
         with _state_restored() as live:
-            run = _Run(live)
+            run = _StepTrace(live)
             simulated = SimulatedRank(rank, size, run.cut, run.read, slice, arguments)
             with run.naming.active(), run.optimizers.active(), simulated:
                 try:
@@ -118,7 +118,7 @@ def trace_step(
         ONE_AT_A_TIME.release()
 
 
-class _Run:
+class _StepTrace:
     def __init__(self, live: LiveTensors) -> None:
         self.live = live
         self.naming = Naming(self.begin)

@@ -28,11 +28,11 @@ from .settings import ShallowSettings, ShardingSettings
 from .space import DEPTHS, MANY_BLOCKS, Space, checked_search
 from .tuning import Tuning
 
-Step = Callable[[ShardingSettings], Any]
+StepWithSettings = Callable[[ShardingSettings], Any]
 
 
 def tune(
-    step: Step,
+    step: StepWithSettings,
     topology: str,
     *,
     batch: int | Collection[int] | None = None,
@@ -168,7 +168,7 @@ _NOT_POSSIBLE = (ValueError, TypeError, RuntimeError, LookupError, AttributeErro
 
 
 class _Steps:
-    def __init__(self, step: Step, target: Target, progress: Progress) -> None:
+    def __init__(self, step: StepWithSettings, target: Target, progress: Progress) -> None:
         self._step, self._target, self._progress = step, target, progress
         self.from_cache = 0
         # The number of blocks to which figures are extrapolated, or 0.
@@ -311,7 +311,7 @@ def training_step(
     blocks: Blocks = None,
     clip_grad_norm: float | None = None,
     **options: Any,
-) -> Step:
+) -> StepWithSettings:
     """Make a usual training step for :func:`tune`.
 
     Args:

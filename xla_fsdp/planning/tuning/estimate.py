@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from ...collectives.routes import Routes
 from ...tpu.links import Links, OneCollective
 from ...tpu.topology import Slice
-from ..records import Collective, HostCopy, Op, Schedule
+from ..records import CompiledCollective, HostCopy, Op, Schedule
 from ..timing import time_step
 from ..tracing.units import OnWire
 from .facts import StepFacts, UnitFacts
@@ -26,7 +26,7 @@ CODE_BYTES = 12 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitCollective(Collective):
+class UnitCollective(CompiledCollective):
     """All gathers or all reductions of a unit at one place."""
 
     parts: tuple[OneCollective, ...] = ()
@@ -182,14 +182,14 @@ class Estimates:
         exposed = timing.exposed + timing.copies
         return Estimate(timing.compute, exposed, state + working, state)
 
-    def _schedule(self, units: Sequence[_Unit], settings: ShardingSettings) -> Schedule:
+    def _schedule(self, units: Sequence[_UnitEstimate], settings: ShardingSettings) -> Schedule:
         """A unit's forward is one operation, as its backward."""
         state, chip, count = self.facts(settings).state, self._where.chip, len(units)
         shared, hertz = settings.shard_group_size or self._where.devices, chip.clock_hz
         routes, one_loop = settings.collective_routes, settings.scan
         beside = chip.overlaps_gathers and (settings.scan_prefetch or not one_loop)
         ops: list[Op] = []
-        sent: list[Collective] = []
+        sent: list[CompiledCollective] = []
         copies: list[HostCopy] = []
 
         def compute(at: int, seconds: float, phase: str) -> None:
@@ -261,13 +261,15 @@ class Estimates:
             for kind, tensors in (("all-gather", unit.gathered), ("reduce-scatter", unit.reduced))
         )
 
-    def _units(self, settings: ShardingSettings) -> list[_Unit]:
+    def _units(self, settings: ShardingSettings) -> list[_UnitEstimate]:
         facts = self.facts(settings)
         rest = len(facts.units) - len(facts.blocks)
-        return [_Unit(one, settings, number - rest) for number, one in enumerate(facts.units)]
+        return [
+            _UnitEstimate(one, settings, number - rest) for number, one in enumerate(facts.units)
+        ]
 
 
-class _Unit:
+class _UnitEstimate:
     """One unit in bytes and seconds. ``number``: of the block; negative for other units."""
 
     def __init__(self, facts: UnitFacts, settings: ShardingSettings, number: int) -> None:
@@ -291,7 +293,7 @@ class _Unit:
         self.on_host = self.held if self.recomputed and settings.offload else 0.0
 
 
-def _activations(units: Sequence[_Unit]) -> float:
+def _activations(units: Sequence[_UnitEstimate]) -> float:
     on_device = [unit.held for unit in units if not unit.on_host]
     on_device += [unit.spared for unit in units]
     # On the device: the input of the running block and that of the next.
@@ -301,7 +303,7 @@ def _activations(units: Sequence[_Unit]) -> float:
     return sum(on_device) + sum(on_host) + again + working
 
 
-def _full(gathered: Sequence[Sequence[_Unit]], settings: ShardingSettings) -> float:
+def _full(gathered: Sequence[Sequence[_UnitEstimate]], settings: ShardingSettings) -> float:
     """The most bytes of full parameters and full gradients at the same time."""
     early = settings.scan_prefetch if settings.scan else settings.forward_prefetch
     at_a_time = 2 if early else 1

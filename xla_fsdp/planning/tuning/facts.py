@@ -17,8 +17,8 @@ from typing import Any
 from ...layers.saved_activations import ATTENTION
 from ...tpu.chips import Chip
 from ..program.flops import flops_of, is_kernel, kernel_cycles
-from ..program.hlo import Instruction, Module, leaves, parse_module
-from ..program.places import Key, Place, line_up
+from ..program.hlo import HloModule, Instruction, leaves, parse_module
+from ..program.places import InstructionKey, Place, line_up
 from ..program.scopes import scope
 from ..records import KINDS
 from ..tracing.step import TracedStep
@@ -174,7 +174,7 @@ class Activations:
     matmuls (without names) and kernels.
     """
 
-    def __init__(self, module: Module, chip: Chip, units: Sequence[str]) -> None:
+    def __init__(self, module: HloModule, chip: Chip, units: Sequence[str]) -> None:
         self.held, self.largest = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
         self.seconds = dict.fromkeys(units, 0.0)
         self.again: dict[str, list[Again]] = {}
@@ -182,7 +182,7 @@ class Activations:
         self._places = self._line.by_key
         # Kernels have only JAX's names, after those of the calling instruction.
         self._phases = {key: scope(place.path) for key, place in self._places.items()}
-        self._sources: dict[Key, frozenset[Key]] = {}
+        self._sources: dict[InstructionKey, frozenset[InstructionKey]] = {}
         for key, place in self._places.items():
             self._sources[key] = self._sources_of(key, place)
         unit = functools.cache(lambda module: unit_of(module, units))
@@ -219,8 +219,8 @@ class Activations:
             moved += min(own, made_of) if made_of else own
         return max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth), flops
 
-    def _held(self) -> set[Key]:
-        held: set[Key] = set()
+    def _held(self) -> set[InstructionKey]:
+        held: set[InstructionKey] = set()
         for key, place in self._places.items():
             if self._phases[key][0] not in ("backward", "optimizer"):
                 continue
@@ -237,16 +237,18 @@ class Activations:
             and self._places[key].instruction.opcode not in _GIVEN | _WHOLE
         }  # fmt: skip
 
-    def _moved_from(self, key: Key) -> Key:
+    def _moved_from(self, key: InstructionKey) -> InstructionKey:
         while self._places[key].instruction.opcode in _MOVED:
             (key,) = self._line.operands(self._places[key])[:1]
         return key
 
-    def _sources_of(self, key: Key, place: Place) -> frozenset[Key]:
+    def _sources_of(self, key: InstructionKey, place: Place) -> frozenset[InstructionKey]:
         """The sources of ``key`` through all fusible operations; those of operands are known."""
         if place.instruction.opcode not in _FUSED:
             return frozenset([key])
-        found = frozenset[Key]().union(*(self._sources[o] for o in self._line.operands(place)))
+        found = frozenset[InstructionKey]().union(
+            *(self._sources[o] for o in self._line.operands(place))
+        )
         # The compiler does not recompute a chain whose sources are much larger.
         instructions = [self._places[one].instruction for one in found]
         large = sum(_bytes(one) for one in instructions if one.opcode not in _GIVEN)

@@ -25,7 +25,7 @@ from ... import xlac
 from ...tpu.slices import equal_parts
 from ...tree import has_own_operators
 from ..errors import Preempted
-from ..rank import Collective, CollectiveOrder, RankContext, _set_current_rank, current_rank
+from ..rank import CollectiveOrder, RankContext, TracedCollective, _set_current_rank, current_rank
 from . import call_site
 from .barrier import Arrival, Barrier
 from .rng import RankGenerators
@@ -238,7 +238,7 @@ def _chain(gate: StartGate, rank: int, device: torch.device) -> CollectiveOrder:
     return CollectiveOrder(device, start)
 
 
-def _arrival(what: str, kind: str, pending: list[Collective]) -> Arrival:
+def _arrival(what: str, kind: str, pending: list[TracedCollective]) -> Arrival:
     key = (kind, tuple(collective.key for collective in pending))
     return Arrival(what, key, call_site.here(), tuple(pending))
 

@@ -34,7 +34,7 @@ class StartGate:
         self.waiting: set[int] = set()
         self._closed = False
         self._changed = threading.Condition()
-        self._handler = _Handler(self._call)  # XLA keeps its address
+        self._handler = _HandlerFunction(self._call)  # XLA keeps its address
         self._registered = False
 
     def open_for(self, size: int) -> None:
@@ -137,7 +137,7 @@ _CallFrame = _structure(
     operands=_Buffers,
     results=_Buffers,
 )
-_Handler = ctypes.CFUNCTYPE(c_void_p, c_void_p)
+_HandlerFunction = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 
 
 def _register(handler: object) -> None:

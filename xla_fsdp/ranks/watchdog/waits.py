@@ -37,7 +37,7 @@ _DATA = (
 DEVICE = "waiting for the device or other ranks"
 
 
-class Progress:
+class ProcessProgress:
     """The progress of this process, which two ranks in it share."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from ..errors import RankTimeoutError
 from ..slices import slices_of_ranks
 from .report import RankPlace, report
 from .settings import WatchSettings, say, settings
-from .waits import Progress, doing
+from .waits import ProcessProgress, doing
 
 # No library uses it by default. Only sent to processes that handle it.
 _SIGNAL = signal.SIGRTMAX - 7
@@ -63,7 +63,7 @@ class _Watch:
         self._settings = chosen
         self._thread = threading.get_ident()
         self._process: dict[str, Any] = {}
-        self._progress = Progress()
+        self._progress = ProcessProgress()
         self._beats = 0
         self._ended = ""
         self._over = threading.Event()
