@@ -97,7 +97,7 @@ def consolidate_checkpoint(
         tied=dict(tied or {}),
     )
     plan = make_write_plan(source, options, None if is_folder else os.path.basename(target))
-    result = _write(source, plan, target, source.world_size, progress)
+    result = _write_plan(source, plan, target, source.world_size, progress)
     say(f"assembled {result.parameters} parameters")
     return result
 
@@ -132,10 +132,10 @@ def reshard_checkpoint(
     target = os.fspath(save_path).rstrip("/")
     target = target or default_path(os.fspath(path).rstrip("/"), f"_of_{world_size}")
     plan = make_reshard_plan(source, world_size, tied or {})
-    return _write(source, plan, target, world_size, progress)
+    return _write_plan(source, plan, target, world_size, progress)
 
 
-def _write(
+def _write_plan(
     source: Source,
     plan: WritePlan,
     target: str,

@@ -45,7 +45,7 @@ def write_result(
     if os.path.isdir(stage.replaced) and not os.path.lexists(target):
         _DISK.rename(stage.replaced, target)  # a killed run had renamed it, and not replaced
     check_target(target, plan.is_folder, inputs)
-    if _is_there(plan, target, progress):
+    if _is_up_to_date(plan, target, progress):
         with contextlib.suppress(OutputError):  # the result is complete anyway
             stage.sweep()
         return True, 0
@@ -56,7 +56,7 @@ def write_result(
     return False, kept
 
 
-def _is_there(
+def _is_up_to_date(
     plan: WritePlan, target: str, progress: Callable[[str, int], ProgressContext]
 ) -> bool:
     folder = target if plan.is_folder else os.path.dirname(target)
@@ -67,7 +67,7 @@ def _is_there(
     try:
         if not os.path.lexists(target) or not same(plan.texts):
             return False
-        digests = _check(plan.files, folder, progress)
+        digests = _digests_of_files(plan.files, folder, progress)
         if len(digests) < len(plan.files):
             return False
         more = plan.make_texts(list(digests.values()))
@@ -77,7 +77,7 @@ def _is_there(
         return False
 
 
-def _check(
+def _digests_of_files(
     files: Sequence[ResultFile], folder: str, progress: Callable[[str, int], ProgressContext]
 ) -> dict[str, str]:
     """The digests of those ``files`` that are in ``folder``, complete and right."""
@@ -133,7 +133,7 @@ class _Stage:
         for name in present - names:
             _DISK.remove(join(self.folder, name))
         old = [file for file in plan.files if file.name in present]
-        digests = _check(old, self.folder, progress)
+        digests = _digests_of_files(old, self.folder, progress)
         kept = len(digests)
         missing = [file for file in plan.files if file.name not in digests]
         for file in missing:

@@ -62,21 +62,24 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
     contents: dict[str, _DcpValue] = exchange.run_on_each_rank(
-        "describe the model", lambda: {entry.keys[0]: entry for entry in _model(model, inventory)}
+        "describe the model",
+        lambda: {entry.keys[0]: entry for entry in _model_values(model, inventory)},
     )
     if optimizer is not None:
         state_kinds(exchange, inventory, optimizer)
         contents |= exchange.run_on_each_rank(
             "describe the optimizer",
-            lambda: {entry.keys[0]: entry for entry in _optimizer(inventory, optimizer)},
+            lambda: {entry.keys[0]: entry for entry in _optimizer_values(inventory, optimizer)},
         )
-    folder = exchange.run_and_gather("name the directory", lambda: _local(path))[0]
-    exchange.run_on_first_rank(f"make {folder}", lambda: _make(folder))
-    exchange.run_and_gather(f"see {folder}", lambda: _require_seen(folder))
+    folder = exchange.run_and_gather("name the directory", lambda: _local_folder(path))[0]
+    exchange.run_on_first_rank(f"make {folder}", lambda: _make_folder(folder))
+    exchange.run_and_gather(f"see {folder}", lambda: _require_folder_exists(folder))
     results = exchange.run_and_gather(
         f"write to {folder}", lambda: _write_part(folder, contents, inventory.rank)
     )
-    exchange.run_on_first_rank(f"finish {folder}", lambda: _finish(folder, contents, results))
+    exchange.run_on_first_rank(
+        f"finish {folder}", lambda: _write_metadata(folder, contents, results)
+    )
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,11 @@ class _DcpValue:
         shard, value = self.shard, self.value
         if shard is None and rank == 0:
             if isinstance(value, torch.Tensor):
-                yield _all(value.shape), value.detach().cpu()
+                yield _full_range(value.shape), value.detach().cpu()
             else:
                 yield None, value
         elif shard is not None and shard.numel == 0 and rank == 0:
-            yield _all(shard.shape), torch.empty(shard.shape, dtype=value.dtype)
+            yield _full_range(shard.shape), torch.empty(shard.shape, dtype=value.dtype)
         elif shard is not None and shard.writes:
             for block in split_index_range(shard.shape, shard.begin, shard.end):
                 first = shard.at + block.begin - shard.begin
@@ -122,16 +125,16 @@ class _DcpValue:
         return TensorStorageMetadata(properties, torch.Size(shape), chunks)
 
 
-def _all(shape: Sequence[int]) -> IndexRange:
+def _full_range(shape: Sequence[int]) -> IndexRange:
     return IndexRange(torch.Size([0] * len(shape)), torch.Size(shape), 0)
 
 
-def _replicated(path: _Path, value: Any) -> Iterator[_DcpValue]:
+def _leaves(path: _Path, value: Any) -> Iterator[_DcpValue]:
     """The entries of a value, which torch takes apart as here."""
     if _is_taken_apart(value):
         each = value.items() if isinstance(value, Mapping) else enumerate(value)
         for name, inner in each:
-            yield from _replicated((*path, name if isinstance(value, list) else str(name)), inner)
+            yield from _leaves((*path, name if isinstance(value, list) else str(name)), inner)
     else:
         yield _DcpValue([path], value)
 
@@ -145,7 +148,7 @@ def _is_taken_apart(value: Any) -> bool:
     )
 
 
-def _model(model: nn.Module, inventory: Inventory) -> Iterator[_DcpValue]:
+def _model_values(model: nn.Module, inventory: Inventory) -> Iterator[_DcpValue]:
     state = placeholder_state_dict(model, inventory)
     if state is None:
         raise ValueError(
@@ -159,7 +162,7 @@ def _model(model: nn.Module, inventory: Inventory) -> Iterator[_DcpValue]:
         if isinstance(value, PlaceholderTensor):
             paths.setdefault(value.source, []).append(("model", name))
         else:
-            yield from _replicated(("model", name), value)
+            yield from _leaves(("model", name), value)
     for source, own in paths.items():
         if isinstance(source, ParameterShard):
             yield _DcpValue(own, source.holder, source)
@@ -167,7 +170,9 @@ def _model(model: nn.Module, inventory: Inventory) -> Iterator[_DcpValue]:
             yield _DcpValue(own, source.value())
 
 
-def _optimizer(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Iterator[_DcpValue]:
+def _optimizer_values(
+    inventory: Inventory, optimizer: torch.optim.Optimizer
+) -> Iterator[_DcpValue]:
     if state_converter_of(optimizer) is not None:
         raise TypeError(
             f"the state of {type(optimizer).__name__} does not have the shapes of the parameters, "
@@ -180,16 +185,16 @@ def _optimizer(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Iterat
             if isinstance(value, torch.Tensor) and value.shape == local(shard.holder).shape:
                 yield _DcpValue([path], value, shard)
             else:
-                yield from _replicated(path, value)
+                yield from _leaves(path, value)
     groups = zip(optimizer.param_groups, members_of_groups(inventory, optimizer), strict=True)
     for number, (group, members) in enumerate(groups):
         for name, value in options(group).items():
-            yield from _replicated(("optim", "param_groups", number, name), copy.deepcopy(value))
+            yield from _leaves(("optim", "param_groups", number, name), copy.deepcopy(value))
         names = [shard.name for shard in members]
         yield _DcpValue([("optim", "param_groups", number, "params")], names)
 
 
-def _local(path: Any) -> str:
+def _local_folder(path: Any) -> str:
     folder = os.fspath(path)
     if "://" in folder:
         raise ValueError(
@@ -199,7 +204,7 @@ def _local(path: Any) -> str:
     return os.path.abspath(folder)
 
 
-def _make(folder: str) -> None:
+def _make_folder(folder: str) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
         names = os.listdir(folder)
@@ -211,7 +216,7 @@ def _make(folder: str) -> None:
         raise OutputError(f"{folder}: cannot be made: {error}") from error
 
 
-def _require_seen(folder: str) -> None:
+def _require_folder_exists(folder: str) -> None:
     if not wait_until(lambda: os.path.isdir(folder)):
         raise SharedStorageError(
             f"{folder}: rank 0 made it, but this rank does not see it. Write to a file system that "
@@ -240,7 +245,9 @@ def _write_part(folder: str, contents: Mapping[str, _DcpValue], rank: int) -> li
     return written
 
 
-def _finish(folder: str, contents: Mapping[str, _DcpValue], results: list[list[Any]]) -> None:
+def _write_metadata(
+    folder: str, contents: Mapping[str, _DcpValue], results: list[list[Any]]
+) -> None:
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in contents}
     found: list[WriteResult] = []
     for key, index_range, place in (one for each in results for one in each):

@@ -43,7 +43,7 @@ from .protocol import (
     state_dict_of,
 )
 from .rank_exchange import RankExchange
-from .readable_tensor import describe, sent_by_first_rank
+from .readable_tensor import describe_value, sent_by_first_rank
 from .value_loading import load_model_values, load_optimizer_values
 
 T = TypeVar("T")
@@ -218,7 +218,7 @@ def match_given(
             return None, None
         looked = look(given)
         match(looked)
-        return looked, describe(looked, label)
+        return looked, describe_value(looked, label)
 
     looked, described = exchange.run(f"match {label}", match_own)
     return exchange.run_on_each_rank(
@@ -389,7 +389,7 @@ def state_kinds(
             [
                 shard.name,
                 [
-                    [key, _kind(shard, key, value, converts)]
+                    [key, _describe_state(shard, key, value, converts)]
                     for key, value in local_state(optimizer, shard.holder).items()
                 ],
             ]
@@ -406,7 +406,7 @@ def state_kinds(
     )
 
 
-def _kind(shard: ParameterShard, key: str, value: Any, converts: bool) -> str:
+def _describe_state(shard: ParameterShard, key: str, value: Any, converts: bool) -> str:
     """Describes a state, to compare ranks. Raises TypeError if it cannot be unsharded."""
     if isinstance(value, torch.Tensor):
         if converts:

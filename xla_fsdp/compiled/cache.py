@@ -57,7 +57,7 @@ _REMOVED = "XLA_FSDP_COMPILATION_CACHE_FOLDER"
 _LIMIT = 8 << 30
 # Increase it when the format of the store changes.
 _FORMAT = "1"
-_KEPT = re.compile(r"(\d+)-(\d+)-([0-9a-f]{32})")
+_PROGRAM_FILE = re.compile(r"(\d+)-(\d+)-([0-9a-f]{32})")
 _RUN = re.compile(r"run-(.+)-(\d+)-[^-]+")
 _LOADING = re.compile(r"loading-(.+)-(\d+)")
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -113,7 +113,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     part = "0 of 1"
     if dist.is_torchelastic_launched():
         part = f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-    _open(folder, part)
+    _open_store(folder, part)
     os.environ[_STORE] = f"{os.getpid()}:{folder}"
     return folder
 
@@ -150,14 +150,14 @@ def _with_store(folder: str, fn: Callable, *args: Any) -> Any:
     with _opening:  # TPU v2 and v3 run two ranks in a process
         if not xlac.compilation_cache_exists():
             try:
-                _open(Path(folder), f"{xr.process_index()} of {xr.process_count()}")
+                _open_store(Path(folder), f"{xr.process_index()} of {xr.process_count()}")
             except (OSError, NotImplementedError) as error:
                 warnings.warn(f"no compilation cache in this process: {error}", stacklevel=2)
     return fn(*args)
 
 
-def _open(folder: Path, part: str) -> None:
-    on = _platform()
+def _open_store(folder: Path, part: str) -> None:
+    on = _platform_name()
     repair_client(on)
     about = describe_kind(on, part)
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
@@ -182,7 +182,7 @@ def _open(folder: Path, part: str) -> None:
         os.environ.pop(name, None)  # child processes may not use its folder
 
 
-def _platform() -> str:
+def _platform_name() -> str:
     device = os.environ.get("PJRT_DEVICE")
     if device is None:
         return "TPU" if xlac.chips_of_host() > 0 else "CPU"
@@ -248,7 +248,7 @@ def _entries_of(folder: Path) -> list[os.DirEntry]:
 
 
 def _programs_in(kind: Path) -> list[StoredProgram]:
-    named = ((Path(entry.path), _KEPT.fullmatch(entry.name)) for entry in _entries_of(kind))
+    named = ((Path(entry.path), _PROGRAM_FILE.fullmatch(entry.name)) for entry in _entries_of(kind))
     return [StoredProgram(path, one[1], int(one[2]), one[3]) for path, one in named if one]
 
 
@@ -296,8 +296,8 @@ class CacheSession:
 
     def __init__(self, kind: Path, began: Callable[[], bool]) -> None:
         self._kind, self._began = kind, began
-        self.folder = Path(tempfile.mkdtemp(prefix=f"run-{_host()}-{os.getpid()}-", dir=kind))
-        self._loading = kind / f"loading-{_host()}-{os.getpid()}"
+        self.folder = Path(tempfile.mkdtemp(prefix=f"run-{_host_name()}-{os.getpid()}-", dir=kind))
+        self._loading = kind / f"loading-{_host_name()}-{os.getpid()}"
         programs = [] if _died_while_loading(kind) else _programs_in(kind)
         self._known = set(filter(None, map(self._take, programs)))
         if self._known:
@@ -396,7 +396,7 @@ def _died_while_loading(kind: Path) -> bool:
     for entry in _entries_of(kind):
         match = _LOADING.fullmatch(entry.name)
         # In a restarted container, this process may have the same number.
-        if match and (_is_gone(match) or match.groups() == (_host(), str(os.getpid()))):
+        if match and (_is_gone(match) or match.groups() == (_host_name(), str(os.getpid()))):
             Path(entry.path).unlink(missing_ok=True)
             found = True
     if found:
@@ -409,10 +409,10 @@ def _died_while_loading(kind: Path) -> bool:
 
 
 def _is_gone(match: re.Match[str]) -> bool:
-    return match[1] == _host() and not Path("/proc", match[2]).exists()
+    return match[1] == _host_name() and not Path("/proc", match[2]).exists()
 
 
-def _host() -> str:
+def _host_name() -> str:
     return re.sub(r"[^\w.]", "_", socket.gethostname())
 
 
@@ -473,7 +473,7 @@ def repair_client(platform_name: str) -> None:
     if [len(found) for found in places] != [1, 1] or not _is_read_only(address):
         _refuse(f"the functions of xla::{client.name} are not as expected")
     deserialize, load = _functions(symbols[client.load_serialized].address)
-    _write(address, size, table, {places[0][0]: deserialize, places[1][0]: load})
+    _patch_table(address, size, table, {places[0][0]: deserialize, places[1][0]: load})
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -529,7 +529,7 @@ def _is_read_only(address: int) -> bool:
     return False
 
 
-def _write(start: int, size: int, table: ctypes.Array, entries: dict[int, int]) -> None:
+def _patch_table(start: int, size: int, table: ctypes.Array, entries: dict[int, int]) -> None:
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     length = start + size - first
     libc = _libc()

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ModuleUtilsMixin, PreTrainedModel
 
 from ..sharding.state import is_sharded
 from .changes import Changes
-from .experts import register, warn_of_dynamic_experts
+from .experts import register_experts, warn_of_dynamic_experts
 from .generation import generate_sharded
 from .saving import count_full_parameters, save_whole
 
@@ -57,7 +57,7 @@ changes.around(GenerationMixin, "generate", is_sharded)(generate_sharded)
 
 
 @changes.around(ModuleUtilsMixin, "num_parameters", is_sharded)
-def _count(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> int:
+def _num_parameters(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> int:
     return count_full_parameters(model, *args, **kwargs)
 
 
@@ -83,5 +83,5 @@ def _push(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
 
 
 changes.check()
-register()
+register_experts()
 changes.apply()

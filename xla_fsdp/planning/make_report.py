@@ -15,14 +15,14 @@ from dataclasses import replace
 from ..compiled.host_options import HostOptions
 from ..tpu.calibration import calibrated
 from ..tpu.chips import Chip
-from ..tpu.links import describe
+from ..tpu.links import describe_links
 from .compiling.cache import CompiledStep
 from .compiling.compile_child import peak_memory
 from .compiling.compiler import Target
 from .program.assignment import read_assignment
 from .program.flops import why_no_kernel
 from .program.schedule import read_schedule
-from .records import CompilerMemory, Part, Schedule, Timing
+from .records import CompilerMemory, ProgramPart, Schedule, Timing
 from .reporting.advice import Situation, suggestions, warnings
 from .reporting.report import Report
 from .timing import time_step
@@ -141,7 +141,7 @@ def make_report(
         timing=timing,
         bound_wire_bytes=step.bound,
         bound_label="" if step.bound is None else _BOUND,
-        link_model=describe(where),
+        link_model=describe_links(where),
         compile_seconds=compiled.seconds,
         program_bytes=memory.code,
         ranks_traced=ranks,
@@ -211,8 +211,8 @@ def report_on_parts(
         alone = replace(step, program=part.program, parts=())
         report = found[one.key] = report_on(alone, one, tensors + others)
         parts.append(
-            Part(
-                name=_named(part.program.arguments, part.backward),
+            ProgramPart(
+                name=_name_of_part(part.program.arguments, part.backward),
                 times=times[one.key],
                 required=report.memory.required,
                 seconds=report.timing.step,
@@ -263,7 +263,7 @@ def _timing(
     )
 
 
-def _named(arguments: Sequence[str], backward: bool) -> str:
+def _name_of_part(arguments: Sequence[str], backward: bool) -> str:
     owners = [_STATE.sub("", name).rpartition(".")[0].split(".") for name in arguments if name]
     common = ".".join(os.path.commonprefix(owners)) if owners else ""
     return f"{'backward' if backward else 'forward'} of {common or 'several modules'}"

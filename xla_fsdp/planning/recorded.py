@@ -19,7 +19,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from .program.schedule import computing, read_line
+from .program.schedule import computing_places, read_line
 from .protobuf import message_classes
 from .records import CompiledCollective, Slot
 
@@ -79,13 +79,13 @@ class Plane:
     """
 
     def __init__(self, message: Any) -> None:
-        self.name = _text(message.name)
+        self.name = _decode(message.name)
         self._lines = message.lines
-        self._stats = {entry.key: _text(entry.value.name) for entry in message.stat_metadata}
+        self._stats = {entry.key: _decode(entry.value.name) for entry in message.stat_metadata}
         self.kinds = {
             entry.key: (
-                _text(entry.value.name),
-                _text(entry.value.display_name),
+                _decode(entry.value.name),
+                _decode(entry.value.display_name),
                 self._read(entry.value.stats),
             )
             for entry in message.event_metadata
@@ -93,7 +93,7 @@ class Plane:
 
     def events(self, line: str = "") -> Iterator[TraceEvent]:
         for one in self._lines:
-            if line in ("", _text(one.name)):
+            if line in ("", _decode(one.name)):
                 for event in one.events:
                     name, shown, stats = self.kinds.get(event.metadata_id, ("", "", {}))
                     begin = 1e-9 * one.timestamp_ns + 1e-12 * event.offset_ps
@@ -108,14 +108,14 @@ class Plane:
             if given:
                 value = getattr(stat, given[-1])
                 if given[-1] == "str_value":
-                    value = _text(value)
+                    value = _decode(value)
                 elif given[-1] == "ref_value":
                     value = self._stats.get(value, "")
                 found[self._stats.get(stat.metadata_id, "")] = value
         return found
 
 
-def _text(data: bytes) -> str:
+def _decode(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
@@ -177,7 +177,7 @@ def read_program(name: str, proto: bytes) -> RecordedProgram:
     names = [place.instruction.name for place in line.places]
     compute = {
         place.instruction.name: labels.of(place.instruction)
-        for place in computing(line, found.places)
+        for place in computing_places(line, found.places)
     }
     times = Counter[str]()
     for place in line.places:
@@ -239,12 +239,12 @@ def read_trace(folder: str | os.PathLike[str]) -> RecordedStep:
             )
         path = max(found, key=lambda each: (each.parent.name, each.stat().st_mtime))
     try:
-        return _step(str(path), _planes(path))
+        return _recorded_step(str(path), _planes(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _step(source: str, planes: list[Plane]) -> RecordedStep:
+def _recorded_step(source: str, planes: list[Plane]) -> RecordedStep:
     device, events = _device(planes)
     program, mine = _main_program(planes, events)
     host = next((plane for plane in planes if plane.name == _HOST), None)
@@ -285,7 +285,7 @@ def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, TraceEvent]]
     for plane in sorted(planes, key=lambda plane: plane.name):
         if _DEVICE.fullmatch(plane.name):
             found = [
-                (_of(event), _number(str(event.stats.get("program_id", ""))), event)
+                (_instruction_name(event), _unsigned(str(event.stats.get("program_id", ""))), event)
                 for event in plane.events(_OPS)
             ]
             if found:
@@ -299,14 +299,14 @@ def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, TraceEvent]]
     raise ValueError("no device ran anything during the recording: record later steps")
 
 
-def _of(event: TraceEvent) -> str:
+def _instruction_name(event: TraceEvent) -> str:
     """The name of the instruction; on a TPU, ``event.name`` is its full text."""
     shown = event.shown or str(event.stats.get("hlo_op", ""))
     match = _NAME.match(shown or event.name)
     return match[1] if match else ""
 
 
-def _number(text: str) -> str:
+def _unsigned(text: str) -> str:
     """The number of a program as unsigned 64 bits; traces may write it as signed."""
     return str(int(text) % (1 << 64)) if re.fullmatch(r"-?\d{1,20}", text) else text
 
@@ -323,7 +323,7 @@ def _main_program(
     for name, _, stats in kinds:
         base, _, number = name.rpartition("(")  # "jit_step(81)"
         some = [(base, value) for value in stats.values() if isinstance(value, bytes)]
-        for key in {base, _number(number.removesuffix(")"))} & spent.keys():
+        for key in {base, _unsigned(number.removesuffix(")"))} & spent.keys():
             protos.setdefault(key, []).extend(some)
     for key in sorted(protos, key=lambda key: -spent[key]):
         ran: dict[str, list[TraceEvent]] = {}

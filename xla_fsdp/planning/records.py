@@ -134,7 +134,7 @@ class CompilerMemory:
 
 
 @dataclass(frozen=True)
-class Part:
+class ProgramPart:
     """Equal programs of a streamed step."""
 
     name: str  # "backward of blocks.3"
@@ -219,14 +219,14 @@ def reader(kind: Any) -> Callable[[Any], Any]:
         return lambda value: None if value is None else one(value)
     if origin in (tuple, Sequence):
         one = reader(inner[0])
-        return lambda value: tuple([one(item) for item in _checked(value, list)])
+        return lambda value: tuple([one(item) for item in _require_type(value, list)])
     if origin is Mapping:
         one = reader(inner[1])
-        return lambda value: {key: one(item) for key, item in _checked(value, dict).items()}
-    return lambda value: _checked(value, (int, float) if kind is float else kind)
+        return lambda value: {key: one(item) for key, item in _require_type(value, dict).items()}
+    return lambda value: _require_type(value, (int, float) if kind is float else kind)
 
 
-def _checked(value: Any, kind: Any) -> Any:
+def _require_type(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
         name = getattr(kind, "__name__", "a number")
         raise TypeError(f"{value!r:.60} where {name} belongs")

@@ -166,7 +166,7 @@ def measure_collectives(
                 model = modelled(time, slice)
                 times = round(_LONG / max(model or 0.0, _SHORTEST))
                 times = 4 if world.context is not None else max(8, min(times, _MOST_TIMES))
-                body, carry, constants = _loop(watch, among, kind, size, axis)
+                body, carry, constants = _collective_loop(watch, among, kind, size, axis)
                 seconds = watch.seconds(body, carry, constants, times)
                 if kind == "all-gather":
                     gather = seconds
@@ -175,7 +175,7 @@ def measure_collectives(
                 yield CollectiveTime(kind, axis.name, groups, size, seconds, model)
 
 
-def _loop(
+def _collective_loop(
     watch: Stopwatch, among: World, kind: str, size: int, axis: Axis
 ) -> tuple[Callable, list[torch.Tensor], list[torch.Tensor]]:
     """Each iteration needs the last one's results, so the compiler cannot remove any."""

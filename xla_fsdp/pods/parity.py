@@ -71,10 +71,10 @@ def compare(names: Sequence[str]) -> Iterator[Finding]:
             continue
         if case.dtype not in references:
             references[case.dtype] = _trained(case, sharded=False)
-        yield _compared(case, _trained(case, sharded=True), references[case.dtype])
+        yield _parity_finding(case, _trained(case, sharded=True), references[case.dtype])
 
 
-def _compared(
+def _parity_finding(
     case: Case, ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
 ) -> Finding:
     name = f"parity: {case.name}"

@@ -66,7 +66,7 @@ def verify(
         RuntimeError: this process has already started XLA's runtime.
     """
     slice = None if topology is None else resolve(topology)
-    _check(stages, cases, sizes, seconds, num_devices)
+    _require_known(stages, cases, sizes, seconds, num_devices)
     until = time.time() + seconds
     with tempfile.TemporaryDirectory(prefix="xla_fsdp-verify-") as name:
         folder = Path(name)
@@ -92,7 +92,7 @@ def verify(
         return judge(folder, children.failures, where, slice, stages)
 
 
-def _check(
+def _require_known(
     stages: Sequence[str],
     cases: Sequence[str],
     sizes: Sequence[str],

@@ -50,7 +50,7 @@ def check_looks(answers: Mapping[int, WorkerAnswer], wanted: Slice | None) -> It
     yield _chips(looks, wanted)
     yield _free_chips(looks)
     yield _environment(looks)
-    yield _memory(looks)
+    yield _check_memory(looks)
     free = {number: look["cache_free"] for number, look in looks.items()}
     low = {n: f"{size / GIB:.1f} GiB free" for n, size in free.items() if size < _CACHE_GIB * GIB}
     if low:
@@ -58,7 +58,7 @@ def check_looks(answers: Mapping[int, WorkerAnswer], wanted: Slice | None) -> It
         yield warning("compilation cache", by_worker(low), f"{_CACHE_GIB} GiB or more", remedy)
     else:
         yield ok("compilation cache", f"{min(free.values()) / GIB:.0f} GiB free or more")
-    yield _clocks(answers)
+    yield _check_clocks(answers)
 
 
 def _chips(looks: _Looks, wanted: Slice | None) -> Finding:
@@ -102,7 +102,7 @@ def _environment(looks: _Looks) -> Finding:
     return ok("environment", f"{next(iter(found.values()))}, everywhere")
 
 
-def _memory(looks: _Looks) -> Finding:
+def _check_memory(looks: _Looks) -> Finding:
     sizes = {number: look["memory"] for number, look in looks.items() if look["memory"]}
     if len(sizes) < len(looks):
         remedy = "check that the workers run Linux"
@@ -118,7 +118,7 @@ def _memory(looks: _Looks) -> Finding:
     return ok("memory", f"{shown[least]} on the worker with the least")
 
 
-def _clocks(answers: Mapping[int, WorkerAnswer]) -> Finding:
+def _check_clocks(answers: Mapping[int, WorkerAnswer]) -> Finding:
     """A worker reads its clock between the request and its answer."""
     off = {}
     for number, answer in answers.items():
@@ -208,24 +208,24 @@ def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> It
     wrote: dict[int, WorkerAnswer] = {}
     try:
         wrote = workers.ask("write", numbers, path=path)
-        yield _writable(wrote, path, len(workers.numbers))
+        yield _check_written(wrote, path, len(workers.numbers))
         writers = [number for number, answer in wrote.items() if not answer.problem]
         if writers:
             yield _space([wrote[number].data["free"] for number in writers], path)
         if len(writers) > 1 or writers == workers.numbers:
             read = workers.ask("read", writers, path=path, workers=writers)
-            yield _shared(read, path, len(workers.numbers))
+            yield _check_shared(read, path, len(workers.numbers))
         else:
             found = f"{path}: needs two workers that write, not {len(writers)}"
             yield skipped("checkpoints shared", found)
     finally:
-        left = _clean(workers, numbers, wrote, path)
+        left = _remove_files(workers, numbers, wrote, path)
     if left:
         remedy = f"remove {path.rstrip('/')}/.preflight-{workers.token} manually"
         yield warning("probe files", by_worker(left), "removed", remedy)
 
 
-def _clean(
+def _remove_files(
     workers: Workers, numbers: Iterable[int], wrote: Mapping[int, WorkerAnswer], path: str
 ) -> dict[int, str]:
     """Returns the workers on which that failed, with the reasons."""
@@ -239,7 +239,7 @@ def _clean(
     return dict.fromkeys(hung, "it may have left a file") | left
 
 
-def _writable(wrote: Mapping[int, WorkerAnswer], path: str, total: int) -> Finding:
+def _check_written(wrote: Mapping[int, WorkerAnswer], path: str, total: int) -> Finding:
     problems = _problems(wrote)
     if not problems:
         return ok("checkpoints written", f"{path}: by {len(wrote)} of {total} workers")
@@ -264,7 +264,7 @@ def _space(free: Iterable[int | None], path: str) -> Finding:
     return warning("checkpoint space", found, expected, remedy)
 
 
-def _shared(read: Mapping[int, WorkerAnswer], path: str, total: int) -> Finding:
+def _check_shared(read: Mapping[int, WorkerAnswer], path: str, total: int) -> Finding:
     problems = _problems(read)
     for number in read.keys() - problems.keys():
         answer = read[number]

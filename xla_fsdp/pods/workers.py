@@ -105,7 +105,7 @@ class Workers:
                 "worker": str(number),
                 "address": endpoint.address,
                 "external_address": endpoint.external or endpoint.address,
-                "command": f"{self.python} -c {shlex.quote(_program(request))}",
+                "command": f"{self.python} -c {shlex.quote(_probe_command(request))}",
             }
             commands[number] = self.template.fill(values)
         try:
@@ -127,7 +127,7 @@ class Workers:
         return WorkerAnswer(data, problem, outcome.started, outcome.ended)
 
 
-def _program(request: Mapping[str, Any]) -> str:
+def _probe_command(request: Mapping[str, Any]) -> str:
     """The probe and its request, as one line that a shell leaves unchanged."""
     text = Path(__file__).with_name("probe.py").read_text(encoding="utf-8")
     text += f"\nmain({json.dumps(request)!r})\n"

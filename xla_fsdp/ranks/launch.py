@@ -117,7 +117,7 @@ def launch(
             watched(fn, timeout)(xr.global_ordinal(), *args)
         else:
             prepared = watched(in_spawned_processes(fn), timeout)
-            spawned.run(prepared if found is None else OnAllSlices(prepared), args)
+            spawned.run_spawned(prepared if found is None else OnAllSlices(prepared), args)
         return None
     size = _runtime.size_for(num_devices)
     parts = number_of_slices(slices, size)

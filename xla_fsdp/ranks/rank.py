@@ -41,7 +41,7 @@ class CollectiveOrder:
             self._last = self._first()
         if not operand.numel():
             return operand
-        return self._call("depend_on_last", _guarded, [operand, self._last])
+        return self._call("depend_on_last", _delay_operand, [operand, self._last])
 
     def add(self, result: torch.Tensor) -> None:
         xlac.set_collective_token(self._device, None)
@@ -79,7 +79,7 @@ class CollectiveOrder:
         return made[0]
 
 
-def _guarded(operand: xb.Op, last: xb.Op) -> xb.Op:
+def _delay_operand(operand: xb.Op, last: xb.Op) -> xb.Op:
     zero = operand.zeros_like()
     return last.broadcast(tuple(operand.shape().sizes)).select(zero, operand)
 

@@ -27,7 +27,7 @@ _ASKING = "xla_fsdp_is_asking"
 _SECONDS = 60
 
 
-def read(arguments: str) -> dict[str, str]:
+def parse_arguments(arguments: str) -> dict[str, str]:
     """Names and values of ``arguments``, as libtpu reads them; "true" for a bare name.
 
     A word after a bare name is its value here; for boolean flags, which only libtpu knows, it is
@@ -56,24 +56,24 @@ def without_dashes(arguments: str) -> list[str]:
     return [word for word in arguments.split() if re.match(r"xla_\w+=", word)]
 
 
-def written(options: Mapping[str, str]) -> list[str]:
+def to_arguments(options: Mapping[str, str]) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items()]
 
 
 def with_last(arguments: str, options: Mapping[str, str]) -> str:
     words = arguments.split()
     end = words.index("--") if "--" in words else len(words)
-    return " ".join([*words[:end], *written(options)])
+    return " ".join([*words[:end], *to_arguments(options)])
 
 
-def without(arguments: str, names: Sequence[str]) -> str:
+def with_undefok(arguments: str, names: Sequence[str]) -> str:
     """``arguments`` with unknown ``names`` in ``undefok``.
 
     torch_xla would add its own again if they were removed.
     """
     if not names:
         return " ".join(arguments.split())
-    allowed = read(arguments).get("undefok", "")
+    allowed = parse_arguments(arguments).get("undefok", "")
     words = arguments.split()
     end = words.index("--") if "--" in words else len(words)
     kept = [word for word in words[:end] if not word.lstrip("-").startswith("undefok=")]
@@ -155,7 +155,7 @@ class _PjrtApi(ctypes.Structure):
     ]
 
 
-def _initialize(library: str) -> None:
+def _initialize_plugin(library: str) -> None:
     get_api = ctypes.CDLL(library).GetPjrtApi
     get_api.restype = ctypes.POINTER(_PjrtApi)
     arguments = _InitializeArguments(ctypes.sizeof(_InitializeArguments), None)
@@ -163,4 +163,4 @@ def _initialize(library: str) -> None:
 
 
 if __name__ == "__main__":
-    _initialize(sys.argv[1])
+    _initialize_plugin(sys.argv[1])

@@ -75,7 +75,7 @@ def collective_seconds(collective: OneCollective, slice: Slice) -> float:
     return Links(slice).seconds(collective)
 
 
-def describe(slice: Slice) -> str:
+def describe_links(slice: Slice) -> str:
     chip = slice.chip
     axes = ", ".join(
         f"{length} ({'ring' if wrap else 'line'})"

@@ -69,10 +69,10 @@ def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
     if PORT in given and not _is_port(given[PORT]):
         raise ValueError(f"{PORT}={given[PORT]!r} must be a port, a number from 1 to 65535")
     port = int(given.get(PORT, DEFAULT_PORT))
-    return PlaceAmongSlices(slices, int(number), _host(given[COORDINATOR]), port)
+    return PlaceAmongSlices(slices, int(number), _host_of_address(given[COORDINATOR]), port)
 
 
-def _host(address: str) -> str:
+def _host_of_address(address: str) -> str:
     plain = address.rpartition("//")[2]  # grpc names: dns:///host:port
     host, _, port = plain.rpartition(":") if ":" in plain else (plain, "", "")
     if not re.fullmatch(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]", host) or (port and not _is_port(port)):

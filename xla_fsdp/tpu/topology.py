@@ -18,7 +18,7 @@ from .chips import CHIPS, Chip
 _HOST = (2, 2, 1)
 
 
-def _named() -> dict[str, tuple[Chip, tuple[int, ...]]]:
+def _slices_by_name() -> dict[str, tuple[Chip, tuple[int, ...]]]:
     return {
         f"{chip.accelerator}-{size}": (chip, shape)
         for chip in CHIPS.values()
@@ -139,9 +139,9 @@ class Slice:
         return x, y, z
 
 
-def names() -> tuple[str, ...]:
+def slice_names() -> tuple[str, ...]:
     """Without shapes and the alias v5e-N."""
-    return tuple(_named())
+    return tuple(_slices_by_name())
 
 
 def resolve(name: str) -> Slice:
@@ -163,7 +163,7 @@ def resolve(name: str) -> Slice:
         raise UnknownTopologyError(given, f"there is no TPU family {family!r}")
     if colon == ":":
         shape = _parse_shape(given, chip, size)
-    elif (found := _named().get(f"{chip.accelerator}-{size}")) is not None:
+    elif (found := _slices_by_name().get(f"{chip.accelerator}-{size}")) is not None:
         _, shape = found
     else:
         counted = "chips" if chip.tensor_cores == 1 else "TensorCores"
@@ -222,7 +222,7 @@ def _closest(name: str) -> tuple[str, ...]:
     if chip is not None and size.isascii() and size.isdigit():
         nearest = sorted(chip.slices, key=lambda known: abs(known - int(size)))[:3]
         return tuple(f"{chip.accelerator}-{known}" for known in nearest)
-    known = _named()
+    known = _slices_by_name()
     shapes = [
         f"{chip.family}:{'x'.join(map(str, shape))}"
         for chip, shape in known.values()

@@ -24,7 +24,7 @@ from ...ranks.rank import current_rank
 from ...sharding.optimizer_hook import has_shards
 from ...sharding.state import is_sharded
 from ..optimizers import switch_to_shards
-from ..saving import outermost
+from ..saving import outermost_wrapper
 from .checkpoints import FabricCheckpoints, TrainerCheckpoints
 from .collectives import CollectivesMixin, sync_metrics
 from .ranks import FabricLauncher, RanksEnvironment, TrainerLauncher, in_rank
@@ -146,7 +146,7 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
         precision = self.precision_plugin.precision
         automatic = bool(getattr(module, "automatic_optimization", True))
         if automatic and is_sharded(module):
-            root, _ = outermost(module)
+            root, _ = outermost_wrapper(module)
             if root is not module:  # wrapped by an earlier fit, validate, ...
                 return root
         if self._layer_sync is not None:
@@ -264,7 +264,11 @@ class FabricStrategy(FabricCheckpoints, _CommonStrategy, ParallelFabricStrategy,
         return contextlib.nullcontext()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        if is_sharded(module) and not is_wrapper(module) and outermost(module)[0] is not module:
+        if (
+            is_sharded(module)
+            and not is_wrapper(module)
+            and outermost_wrapper(module)[0] is not module
+        ):
             raise ValueError(
                 f"this {type(module).__name__} was set up already. Call fabric.setup once for it"
             )

@@ -20,7 +20,7 @@ from ...tpu.slices import Groups
 from ..records import KINDS, CompiledCollective
 from .hlo import HloComputation, HloModule, Instruction, Shape, Tuple, leaves, numbers
 from .places import Line, Place
-from .scopes import asked, scope
+from .scopes import asked, parse_scope
 
 # A rare kind counts as one that sends about the same bytes.
 _KINDS = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
@@ -59,21 +59,21 @@ def parse_groups(text: str) -> Groups:
             list(sizes).index(name) for name in (*(n for n in sizes if n not in along), *along)
         ]
         width = math.prod(sizes[name] for name in along)
-        return _rows(list(sizes.values()), order, width)
+        return _iota_groups(list(sizes.values()), order, width)
     if iota := _IOTA.fullmatch(text):
         *several, width = numbers(iota[1])  # a single number means one group
         dims = numbers(iota[2])
         order = list(numbers(iota[3]) if iota[3] else range(len(dims)))
         if sorted(order) != list(range(len(dims))) or math.prod(dims) != math.prod(several) * width:
             raise ValueError(f"replica groups {text!r} have inconsistent sizes")
-        return _rows(dims, order, width)
+        return _iota_groups(dims, order, width)
     if text and not re.fullmatch(r"\{(\s*\{[\d,\s]*\}\s*,?)*\s*\}", text):
         raise ValueError(f"replica groups in an unknown notation: {text[:120]!r}")
     groups = (numbers(g) for g in _GROUP.findall(text[1:-1]))
     return tuple(g for g in groups if g)
 
 
-def _rows(dims: Sequence[int], order: Sequence[int], width: int) -> Groups:
+def _iota_groups(dims: Sequence[int], order: Sequence[int], width: int) -> Groups:
     numbered = np.arange(math.prod(dims)).reshape(dims).transpose(order)
     return tuple(map(tuple, numbered.reshape(-1, width).tolist()))
 
@@ -251,7 +251,7 @@ def _record(module: HloModule, one: _Open, last: int) -> CompiledCollective:
     # Merged collectives have names only in the computation that adds.
     reducer = module.computations.get((core.attribute("to_apply") or "").lstrip("%"))
     names += [i.op_name for i in reducer.instructions] if reducer else []
-    labels = [label for label in map(scope, names) if any(label)] or [("", "")]
+    labels = [label for label in map(parse_scope, names) if any(label)] or [("", "")]
     return CompiledCollective(
         index=one.place.index,
         done=one.place.index if not one.asynchronous else last if one.done is None else one.done,

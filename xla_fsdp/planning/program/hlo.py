@@ -72,7 +72,7 @@ def read_shape(text: str) -> Shape | Tuple:
         return _array(text)
     if text[-1] != ")":
         raise ValueError(f"not the shape of a tuple: {text[:120]!r}")
-    return Tuple(tuple(read_shape(part.strip()) for part in _split(text[1:-1])))
+    return Tuple(tuple(read_shape(part.strip()) for part in _split_list(text[1:-1])))
 
 
 def _array(text: str) -> Shape:
@@ -198,7 +198,7 @@ def parse_module(text: str) -> HloModule:
     computations: dict[str, HloComputation] = {}
     entry = current = None
     defined: dict[str, Shape | Tuple] = {}
-    for line in _joined(lines):
+    for line in _join_lines(lines):
         if current is None:
             if line[:1] not in (" ", "") and (found := _COMPUTATION.match(line)):
                 current, defined = HloComputation(found[2], []), {}
@@ -224,7 +224,7 @@ def parse_module(text: str) -> HloModule:
     )
 
 
-def _joined(lines: list[str]) -> Iterator[str]:
+def _join_lines(lines: list[str]) -> Iterator[str]:
     """Yield lines, joined with those that continue an instruction (a constant, a string)."""
     pending = ""
     for line in lines:
@@ -258,7 +258,7 @@ def _instruction(line: str) -> Instruction:
         operands: tuple[str, ...] = (inside.strip(),)
     else:
         # Some printers put the shape before the name.
-        operands = tuple(item.split()[-1].lstrip("%") for item in _split(inside))
+        operands = tuple(item.split()[-1].lstrip("%") for item in _split_list(inside))
     rest = line[stop + 1 :].lstrip(", ")
     return Instruction(head[2], opcode, read_shape(shape_text), operands, rest, bool(head[1]))
 
@@ -297,7 +297,7 @@ def _end_of_item(text: str, start: int, ends: str = ",") -> int:
     return len(text)
 
 
-def _split(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     """The items of a list, without comments."""
     if "/*" in text:
         text = re.sub(r"/\*.*?\*/", "", text)

@@ -60,7 +60,7 @@ def read_schedule(
     """
     line, found, labels = read_line(text)
     ops = tuple(_ops(line, found.places, labels, chip))
-    buffers = _buffers(line, labels, assignment, arguments)
+    buffers = _hbm_buffers(line, labels, assignment, arguments)
     change = [0] * (len(line.places) + 1)
     for buffer in buffers:
         change[buffer.born] += buffer.bytes
@@ -122,7 +122,7 @@ def _untimed(line: Line, chip: Chip | None) -> list[str]:
     return notes
 
 
-def computing(line: Line, taken: Collection[int]) -> Iterator[Place]:
+def computing_places(line: Line, taken: Collection[int]) -> Iterator[Place]:
     """Yield the places that compute; ``taken``: the places of collectives."""
     for place in line.places:
         if place.index not in taken and place.instruction.opcode not in _FREE:
@@ -131,10 +131,10 @@ def computing(line: Line, taken: Collection[int]) -> Iterator[Place]:
 
 def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iterator[Op]:
     scores = _elements_of_scores(line.module)
-    for place in computing(line, taken):
+    for place in computing_places(line, taken):
         instruction = place.instruction
         phase, module = labels.of(instruction)
-        inside = list(_inside(line.module, instruction))
+        inside = list(_called_instructions(line.module, instruction))
         matmuls = [one for one in inside if one.opcode in _MATMULS]
         if chip is not None and is_kernel(instruction):
             cycles = kernel_cycles(instruction, chip) or 0
@@ -150,7 +150,7 @@ def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iter
             phase=phase,
             recomputed=labels.is_recomputed(instruction),
             work="kernel" if is_kernel(instruction) else _work_of(inside, matmuls, scores),
-            padding=max(map(_padding, matmuls), default=0.0),
+            padding=max(map(_padded_share, matmuls), default=0.0),
         )
 
 
@@ -166,13 +166,13 @@ def _work_of(inside: Sequence[Instruction], matmuls: Sequence[Instruction], scor
     return "attention" if scores and scores in sizes else "elementwise"
 
 
-def _inside(module: HloModule, instruction: Instruction) -> Iterator[Instruction]:
+def _called_instructions(module: HloModule, instruction: Instruction) -> Iterator[Instruction]:
     if instruction.opcode not in _CALLS:
         yield instruction
         return
     for name in instruction.called:
         for one in module.named(name, instruction).instructions:
-            yield from _inside(module, one)
+            yield from _called_instructions(module, one)
 
 
 def _is_batched(matmul: Instruction) -> bool:
@@ -199,7 +199,7 @@ def _elements_of_scores(module: HloModule) -> int:
     return max(sizes) if len(sizes) > 1 else 0
 
 
-def _padding(matmul: Instruction) -> float:
+def _padded_share(matmul: Instruction) -> float:
     """The share of its result that pads tiles of 8 by 128."""
     (shape, *_) = leaves(matmul.shape)
     order = [int(n) for n in shape.layout.partition(":")[0].split(",") if n.isdecimal()]
@@ -249,7 +249,7 @@ def _host_copies(line: Line) -> Iterator[HostCopy]:
             yield HostCopy(place.index, done, size, target.space == HOST, place.times)
 
 
-def _buffers(
+def _hbm_buffers(
     line: Line, labels: Labels, assignment: Assignment, arguments: Sequence[str]
 ) -> tuple[Buffer, ...]:
     """Everything in HBM except the program itself, largest first."""

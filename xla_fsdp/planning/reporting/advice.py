@@ -14,8 +14,8 @@ from typing import Any
 from ...wording import join_some
 from ..records import CompiledCollective, CompilerMemory, Schedule, Timing
 from ..tracing.step import TracedStep
-from ..tracing.units import TracedUnit, unit_of
-from .tables import GIB, MIB, NO_MODULE, NUMBER, TINY, count, timed_ops, units, wire
+from ..tracing.units import TracedUnit, innermost_unit
+from .tables import GIB, MIB, NO_MODULE, NUMBER, TINY, executions, timed_ops, unit_names, wire
 
 _LITTLE_HEADROOM = 0.05
 _MANY = 20  # small collectives
@@ -90,7 +90,7 @@ def warnings(
 def _about_collectives(collectives: Sequence[CompiledCollective], timed: bool) -> Iterator[str]:
     doubled, padded = Counter[str](), Counter[str]()
     for one in collectives:
-        unit = units([one.module])[one.module] if one.module else "the step"
+        unit = unit_names([one.module])[one.module] if one.module else "the step"
         if one.kind == "all-reduce" and one.bytes >= TINY:
             if one.asked == "reduce-scatter":
                 doubled[unit] += one.wire_bytes * one.times
@@ -107,7 +107,7 @@ def _about_collectives(collectives: Sequence[CompiledCollective], timed: bool) -
             "gather of parameters by all-reduce of padded shards (torch_xla's pinned all_gather), "
             "it sends twice the bytes"
         )
-    tiny = count([c for c in collectives if c.bytes < TINY and not c.asynchronous])
+    tiny = executions([c for c in collectives if c.bytes < TINY and not c.asynchronous])
     if tiny > _MANY:
         yield f"{tiny} synchronous collectives send less than 64 KiB each: their cost is latency"
     overlapped = [c for c in collectives if c.asynchronous or c.fused]
@@ -246,7 +246,7 @@ def _bfloat16(found: Situation) -> Iterator[Suggestion]:
     names = ["", *(unit.name for unit in found.units)]
     halved = tuple(
         replace(one, bytes=one.bytes // 2, wire_bytes=one.wire_bytes // 2)
-        if one.dtype == "f32" and unit_of(one.module, names) in wide else one
+        if one.dtype == "f32" and innermost_unit(one.module, names) in wide else one
         for one in found.schedule.collectives
     )  # fmt: skip
     if wide:
@@ -260,7 +260,7 @@ def _larger_units(found: Situation) -> Iterator[Suggestion]:
     small = [c for c in found.schedule.collectives if c.bytes < TINY and not c.asynchronous]
     if len(found.units) > 2 and small:
         how = "larger units, such as auto_wrap_policy with more parameters"
-        left_out = f"{count(small)} small collectives, half of them left out"
+        left_out = f"{executions(small)} small collectives, half of them left out"
         yield Suggestion(found.saved_without(small) / 2, f"{how} ({left_out})")
 
 

@@ -14,10 +14,10 @@ import numpy
 from ... import extras
 from ...deprecated import accept_old_names
 from ..compiling.cache import write_whole
-from ..records import CompilerMemory, HostNeeds, Part, Schedule, Timing, reader
+from ..records import CompilerMemory, HostNeeds, ProgramPart, Schedule, Timing, reader
 from . import page, tables
-from .page import target, target_of_plot
-from .tables import GIB, MB, MB_MEANS, MIB, TINY, aligned, count, figure, share, wire
+from .page import require_parent, target_of_plot
+from .tables import GIB, MB, MB_MEANS, MIB, TINY, aligned, executions, figure, fraction, wire
 
 if TYPE_CHECKING:
     from .beside import Beside
@@ -60,7 +60,7 @@ class Report:
     suggestions: tuple[str, ...] = ()
     refusal: str = ""  # the compiler's message if it does not fit
     host: HostNeeds | None = None  # if the optimizer steps on the host
-    parts: tuple[Part, ...] = ()  # if the step consists of several programs
+    parts: tuple[ProgramPart, ...] = ()  # if the step consists of several programs
     # Peaks of planning and compiling; 0 in results of older versions.
     planner_host_memory: int = 0
     compiler_host_memory: int = 0
@@ -149,7 +149,7 @@ class Report:
         return f"<Report {self.title or 'step'}: {self.verdict}>"
 
     def __str__(self) -> str:
-        return tables.text(self)
+        return tables.report_text(self)
 
     @property
     def time_by_kind(self) -> dict[str, float]:
@@ -167,7 +167,7 @@ class Report:
         # For readers of the file; not read back.
         for name in ("time_by_kind", "time_by_module", "hbm_by_kind"):
             data[name] = getattr(tables, name)(self)
-        return json.dumps(data, default=_plain)
+        return json.dumps(data, default=_to_json)
 
     @classmethod
     def from_json(cls, text: str, source: str = "this text") -> Report:
@@ -197,7 +197,7 @@ class Report:
 
         Raises FileNotFoundError if there is no such folder.
         """
-        write_whole(target(path), self.to_json().encode())
+        write_whole(require_parent(path), self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -249,8 +249,8 @@ class Report:
             MissingExtraError: (an ImportError) protobuf or jax is not installed.
         """
         extras.require_extra("plan", "a recorded trace", ("google.protobuf", "jaxlib"))
-        if tables.missing(self):
-            raise ValueError(f"nothing to compare a trace with. {tables.missing(self)}")
+        if tables.why_no_pictures(self):
+            raise ValueError(f"nothing to compare a trace with. {tables.why_no_pictures(self)}")
         from ..recorded import read_trace  # imports protobuf
         from .beside import Beside
 
@@ -329,7 +329,7 @@ def _figures(report: Report) -> list[tuple[str, str, float | None]]:
     sized, placed, timed = report.sized, report.placed, report.timed
     ready = [c for c in collectives if c.asynchronous]
     tiny = [c for c in collectives if c.bytes < TINY]
-    hidden = share(timing.overlapped, timing.collective)
+    hidden = fraction(timing.overlapped, timing.collective)
     built = bool(report.program_bytes) or not report.refusal
     figures: list[tuple[str, str, bool, float | None]] = [
         ("required HBM", "GiB", sized, memory.required / GIB),
@@ -339,10 +339,10 @@ def _figures(report: Report) -> list[tuple[str, str, float | None]]:
         ("headroom", "%", sized, 100 * report.headroom),
         ("capacity", "GiB", True, report.hbm_capacity / GIB),
         ("sent", "MB", placed, report.wire_bytes / MB),
-        ("collectives", "", placed, count(collectives)),
-        ("synchronous", "", placed, count(collectives) - count(ready)),
-        ("smaller than 64 KiB", "", placed, count(tiny)),
-        ("asynchronous share", "%", placed, 100 * share(wire(ready), report.wire_bytes)),
+        ("collectives", "", placed, executions(collectives)),
+        ("synchronous", "", placed, executions(collectives) - executions(ready)),
+        ("smaller than 64 KiB", "", placed, executions(tiny)),
+        ("asynchronous share", "%", placed, 100 * fraction(wire(ready), report.wire_bytes)),
         ("collective time (model)", "ms", placed, 1e3 * timing.collective),
         ("sent / bound", "×", True, report.wire_ratio),
         ("compute (model)", "ms", timed, 1e3 * timing.compute),
@@ -357,7 +357,7 @@ def _figures(report: Report) -> list[tuple[str, str, float | None]]:
     return [(name, unit, value if known else None) for name, unit, known, value in figures]
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if is_dataclass(value):
         return vars(value)
     if isinstance(value, Mapping):

@@ -56,7 +56,7 @@ class Naming:
     def name_of(self, module: nn.Module) -> str:
         if module not in self._names:
             for name, child in module.named_modules():
-                self._names.setdefault(child, plain(name))
+                self._names.setdefault(child, plain_name(name))
         return self._names[module]
 
     def enter(self, phase: str) -> None:
@@ -138,7 +138,7 @@ class _Thread(threading.local):
         self.gradient: list[Any] = []
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A dotted name without the parts of wrappers, which begin with an underscore."""
     name = name.replace("_fsdp_shard" + _IN_TREE_SEPARATOR, "").replace(_IN_TREE_SEPARATOR, ".")
     return ".".join(part for part in name.split(".") if part and not part.startswith("_"))

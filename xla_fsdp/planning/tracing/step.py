@@ -23,8 +23,8 @@ from ...sharding.state import FSDPState, unique_units
 from ...tpu.topology import Slice
 from ..records import HostNeeds
 from .live import LiveTensors, inspect_tensor, is_xla, may_have_grad
-from .naming import Naming, plain
-from .simulated_rank import SimulatedRank, StepTraced, fill_pending, forget_pending
+from .naming import Naming, plain_name
+from .simulated_rank import SimulatedRank, StepTraced, drop_pending_of_autograd, fill_pending
 from .steady import SteadyOptimizers, named_state, state_tensors
 from .traced import StepBoundary, TracedProgram
 from .units import TracedUnit, traced_units, zero_bound
@@ -160,7 +160,7 @@ class _StepTrace:
             self._stop()
         self._begin_program()
         if self.parts:
-            forget_pending()
+            drop_pending_of_autograd()
 
     def read(self) -> None:
         """Called where a real run would execute only what one value depends on."""
@@ -281,7 +281,7 @@ class _StepTrace:
         self.programs += 1
         self.found, self.sent = program, [*self.sent, *sent] if streamed else sent
         # Optimizers that are no torch class update parameters as well.
-        trained = {plain(n) for root in self.naming.roots for n, _ in root.named_parameters()}
+        trained = {plain_name(n) for root in self.naming.roots for n, _ in root.named_parameters()}
         updated = any(program.arguments[number] in trained for number in program.donated)
         self.has_optimizer = bool(self.optimizers.stepped) or updated
         self.bound = zero_bound(self.naming.roots)
@@ -305,7 +305,7 @@ class _StepTrace:
         owners: dict[torch.Tensor, str] = {}
         for root in self.naming.roots:
             for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-                owners.setdefault(tensor, plain(name))
+                owners.setdefault(tensor, plain_name(name))
         return owners
 
     def _names(self, boundary: StepBoundary) -> dict[int, str]:

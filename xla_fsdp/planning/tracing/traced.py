@@ -42,7 +42,7 @@ def _module_class() -> Any:
     return message_classes("xla_fsdp.traced", _MESSAGES)["Module"]
 
 
-def names(hlo: bytes) -> list[str]:
+def scope_names(hlo: bytes) -> list[str]:
     """The names of modules and phases in the metadata, without the numbers of their uses."""
     return sorted({found.decode(errors="replace") for found in _NAME.findall(hlo)})
 

@@ -98,7 +98,7 @@ def tune(
         )
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
         raise ValueError(f"budget must be a number of compilations from 1 on; got {budget!r}")
-    batches = _batches(batch)
+    batches = _check_batch(batch)
     wanted = checked_search(search)
     units: tuple[str | int, ...] = wanted.get("units", ("blocks",))
     if "batch" in wanted:
@@ -290,7 +290,7 @@ def _extrapolated(
     )
 
 
-def _batches(batch: int | Collection[int] | None) -> tuple[int | None, ...]:
+def _check_batch(batch: int | Collection[int] | None) -> tuple[int | None, ...]:
     given = batch if isinstance(batch, Collection) else (batch,)
     for one in given:
         if one is not None and (isinstance(one, bool) or not isinstance(one, int) or one < 1):

@@ -19,10 +19,10 @@ from ...tpu.chips import Chip
 from ..program.flops import flops_of, is_kernel, kernel_cycles
 from ..program.hlo import HloModule, Instruction, leaves, parse_module
 from ..program.places import InstructionKey, Place, line_up
-from ..program.scopes import scope
+from ..program.scopes import parse_scope
 from ..records import KINDS
 from ..tracing.step import TracedStep
-from ..tracing.units import TracedUnit, unit_of
+from ..tracing.units import TracedUnit, innermost_unit
 from .settings import ShardingSettings
 
 KEPT = ShardingSettings()
@@ -125,7 +125,7 @@ def facts_of(
         again = trace(RECOMPUTED.changed(batch=batch, units=units))
         text = hlo_text(again.program.hlo)
         recomputed = Activations(parse_module(text), chip, names)
-        blocks = {unit_of(module, names) for module in _RECOMPUTED.findall(text)} - {""}
+        blocks = {innermost_unit(module, names) for module in _RECOMPUTED.findall(text)} - {""}
     facts = [
         UnitFacts(
             **vars(unit),
@@ -143,9 +143,9 @@ def facts_of(
     state = inputs = 0
     for number, one in enumerate(module.entry.parameters):
         if number in kept.program.donated:
-            state += ranks * _bytes(one)
+            state += ranks * _result_bytes(one)
         else:
-            inputs += _bytes(one)
+            inputs += _result_bytes(one)
     return StepFacts(tuple(facts), state, inputs, batch or 1)
 
 
@@ -181,19 +181,19 @@ class Activations:
         self._line, self._chip = line_up(module), chip
         self._places = self._line.by_key
         # Kernels have only JAX's names, after those of the calling instruction.
-        self._phases = {key: scope(place.path) for key, place in self._places.items()}
+        self._phases = {key: parse_scope(place.path) for key, place in self._places.items()}
         self._sources: dict[InstructionKey, frozenset[InstructionKey]] = {}
         for key, place in self._places.items():
             self._sources[key] = self._sources_of(key, place)
-        unit = functools.cache(lambda module: unit_of(module, units))
+        unit = functools.cache(lambda module: innermost_unit(module, units))
         for key in self._held():
             place = self._places[key]
-            self.held[unit(self._phases[key][1])] += place.times * _bytes(place.instruction)
+            self.held[unit(self._phases[key][1])] += place.times * _result_bytes(place.instruction)
         for key, place in self._places.items():
             (phase, name), instruction = self._phases[key], place.instruction
             if instruction.opcode in _FUSED | _GIVEN | _WHOLE | _INLINED:
                 continue
-            kernel, size = is_kernel(instruction), _bytes(instruction)
+            kernel, size = is_kernel(instruction), _result_bytes(instruction)
             seconds, flops = self._time(place, instruction)
             if phase == "forward":
                 self.seconds[unit(name)] += place.times * seconds
@@ -201,7 +201,7 @@ class Activations:
             # Recomputed kernels lack the name of their module.
             if kernel and phase == "forward":
                 # A kernel writes each value of a row several times; its function returns it once.
-                size = _bytes(place.caller or instruction)
+                size = _result_bytes(place.caller or instruction)
                 self.again.setdefault(name, []).extend(
                     [Again(ATTENTION, seconds, size)] * place.times
                 )
@@ -212,10 +212,12 @@ class Activations:
         flops = flops_of(place.computation, instruction)
         if is_kernel(instruction):
             return (kernel_cycles(instruction, self._chip) or 0) / self._chip.clock_hz, flops
-        moved = _bytes(instruction)
+        moved = _result_bytes(instruction)
         for operand in self._line.operands(place):
-            own = _bytes(self._places[operand].instruction)
-            made_of = sum(_bytes(self._places[o].instruction) for o in self._sources[operand])
+            own = _result_bytes(self._places[operand].instruction)
+            made_of = sum(
+                _result_bytes(self._places[o].instruction) for o in self._sources[operand]
+            )
             moved += min(own, made_of) if made_of else own
         return max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth), flops
 
@@ -251,11 +253,11 @@ class Activations:
         )
         # The compiler does not recompute a chain whose sources are much larger.
         instructions = [self._places[one].instruction for one in found]
-        large = sum(_bytes(one) for one in instructions if one.opcode not in _GIVEN)
-        return frozenset([key]) if large > 2 * _bytes(place.instruction) else found
+        large = sum(_result_bytes(one) for one in instructions if one.opcode not in _GIVEN)
+        return frozenset([key]) if large > 2 * _result_bytes(place.instruction) else found
 
 
-def _bytes(instruction: Instruction) -> int:
+def _result_bytes(instruction: Instruction) -> int:
     return sum(leaf.bytes for leaf in leaves(instruction.shape))
 
 

@@ -40,7 +40,7 @@ class StartGate:
     def open_for(self, size: int) -> None:
         """Raises NotImplementedError if torch_xla does not support several ranks on CPU."""
         if size > 1 and not self._registered:
-            _register(self._handler)
+            _register_handler(self._handler)
             self._registered = True
         with self._changed:
             self.started = [0] * size
@@ -140,7 +140,7 @@ _CallFrame = _structure(
 _HandlerFunction = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 
 
-def _register(handler: object) -> None:
+def _register_handler(handler: object) -> None:
     try:
         symbol = xlac.symbols_of([xlac.GET_FFI_API])[xlac.GET_FFI_API]
     except NotImplementedError as error:

@@ -43,7 +43,7 @@ class RankPlace:
         return text if self.ended else f"{text}, after {self.steps} steps"
 
 
-def named(places: Sequence[RankPlace]) -> tuple[str, list[RankPlace]]:
+def find_hanging_ranks(places: Sequence[RankPlace]) -> tuple[str, list[RankPlace]]:
     """The reason and the ranks for which the others wait; no ranks if none differs."""
     running = [place for place in places if not place.ended]
     kept_waiting = any(place.what == DEVICE for place in running)
@@ -77,27 +77,27 @@ def _elsewhere(running: Sequence[RankPlace]) -> list[RankPlace]:
     return [one for one in running if one.where != where] if 2 * count > len(running) else []
 
 
-def report(
+def hang_text(
     places: Sequence[RankPlace], idle: float, timeout: float, slices: Groups = ()
 ) -> tuple[str, str, list[RankPlace]]:
     """Returns a line about the ranks that hang, places and stacks, and these ranks."""
-    why, chosen = named(places)
+    why, chosen = find_hanging_ranks(places)
     head = f"no rank has made progress for {idle:.0f} s (timeout={timeout:g}); "
     if chosen:
-        head += f"{why}: {_ranks(chosen)}{_slices(chosen, slices)}, {chosen[0].line()}"
+        head += f"{why}: {_ranks_text(chosen)}{_slices(chosen, slices)}, {chosen[0].line()}"
     else:
         head += "all have made the same progress, and no rank differs from the others"
     by_line: dict[str, list[RankPlace]] = {}
     for place in places:
         by_line.setdefault(place.line(), []).append(place)
-    text = "".join(f"  {_ranks(group)}: {line}\n" for line, group in by_line.items())
+    text = "".join(f"  {_ranks_text(group)}: {line}\n" for line, group in by_line.items())
     stacks: dict[str, list[RankPlace]] = {}
     for place in sorted(places, key=lambda place: place not in chosen):  # chosen ranks first
         if place.stack:
             stacks.setdefault(place.stack, []).append(place)
     for stack, group in stacks.items():
         first = group[0].process if len(group) == 1 else f"the first in {group[0].process}"
-        text += f"stack of {_ranks(group)}, {first}:\n{stack}"
+        text += f"stack of {_ranks_text(group)}, {first}:\n{stack}"
     if len(text) > _CHARACTERS:
         text = text[:_CHARACTERS] + "\n... (the rest is omitted)\n"
     return head, text, chosen
@@ -112,5 +112,5 @@ def _slices(places: Sequence[RankPlace], slices: Groups) -> str:
     return f", all of slice{'s' if len(whole) > 1 else ''} {', '.join(map(str, whole))}"
 
 
-def _ranks(places: Sequence[RankPlace]) -> str:
+def _ranks_text(places: Sequence[RankPlace]) -> str:
     return runs("rank", (place.rank for place in places))
