@@ -10,7 +10,7 @@ from xla_fsdp.compiler_options import limit_scoped_vmem
 from xla_fsdp.planning.program.assignment import Assignment
 from xla_fsdp.planning.program.flops import why_no_kernel
 from xla_fsdp.planning.program.hlo import parse_module
-from xla_fsdp.planning.program.places import line_up
+from xla_fsdp.planning.program.places import inline_schedule
 from xla_fsdp.planning.program.schedule import read_schedule
 from xla_fsdp.planning.program.scopes import Labels
 from xla_fsdp.planning.records import (
@@ -347,6 +347,6 @@ ENTRY %main (a: f32[8]) -> f32[8] {{
   ROOT %f = f32[8]{{0}} fusion(%a), kind=kLoop, calls=%fused
 }}
 """
-    line = line_up(parse_module(text))
+    line = inline_schedule(parse_module(text))
     last = line.places[-1].instruction
     assert last.opcode == "fusion" and Labels(line, {}).is_recomputed(last) == again

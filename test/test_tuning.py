@@ -118,7 +118,7 @@ def facts(blocks=8, held=GIB, state=8 * GIB, again=()):
     )  # fmt: skip
     block = dataclasses.replace(
         unit, elements=10**7, trainable=10**7, gathered=on_wire(10**7), reduced=on_wire(10**7),
-        forward=5e-3, held=held, held_recomputed=held / 16, is_block=True,
+        forward=5e-3, saved=held, saved_recomputed=held / 16, is_block=True,
         again=again,
     )  # fmt: skip
     several = tuple(dataclasses.replace(block, name=f"blocks.{n}") for n in range(blocks))

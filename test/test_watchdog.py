@@ -6,7 +6,7 @@ import re
 import pytest
 
 from xla_fsdp.ranks.watchdog import waits
-from xla_fsdp.ranks.watchdog.report import RankPlace, hang_text
+from xla_fsdp.ranks.watchdog.report import RankStatus, hang_text
 from xla_fsdp.ranks.watchdog.settings import WatchSettings, watch_settings
 
 # Ranks in processes wait for each other in files, in a function that has its file in torch_xla's
@@ -374,7 +374,7 @@ def test_what_is_compiled_is_work(monkeypatch):
 
 def place(rank, steps=7, what=waits.DEVICE, where="a.py:1 in f", **more):
     given = {"silent": 0.0, "stack": "  one\n", "ended": False, "process": f"process {rank}"}
-    return RankPlace(rank, steps, what=what, where=where, **{**given, **more})
+    return RankStatus(rank, steps, what=what, where=where, **{**given, **more})
 
 
 @pytest.mark.parametrize(

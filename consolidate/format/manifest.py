@@ -102,11 +102,11 @@ class ShardingRule:
 
     def range_of_rank(self, rank: int, numel: int) -> tuple[int, int]:
         """The range of ``numel`` elements that ``rank`` stores, ``(0, 0)`` if none."""
-        i, beside = divmod(rank - self.first, self.step)
+        i, remainder = divmod(rank - self.first, self.step)
         begin, end = max(i * self.chunk - self.offset, 0), (i + 1) * self.chunk - self.offset
         return (
             (begin, min(end, numel))
-            if i >= 0 and not beside and begin < min(end, numel)
+            if i >= 0 and not remainder and begin < min(end, numel)
             else (0, 0)
         )
 

@@ -272,7 +272,7 @@ def _load_placeholders(
                 raise
             lines = (line.strip() for line in str(error).splitlines())
             raise ModelMismatchError(f"{label}: {' '.join(lines)}") from error
-        held, after = _held_by(root), _identities(root)
+        tensors, after = _tensors_of(root), _identities(root)
     copies: dict[Any, list[torch.Tensor]] = {}
     for target, value in uses.copied:
         copies.setdefault(target.source, []).append(value)
@@ -280,7 +280,7 @@ def _load_placeholders(
     untouched: set[str] = set()
     seen: dict[int, ReadableTensor] = {}
     for entry in inventory.entries():
-        offered = {name: held[name] for name in entry.names if name in held}
+        offered = {name: tensors[name] for name in entry.names if name in tensors}
         if all(isinstance(value, PlaceholderTensor) for value in offered.values()):
             # It was overwritten once for each of its names.
             offered = dict(zip(entry.names, copies.get(entry, ()), strict=False))
@@ -403,7 +403,7 @@ def _copied_tree(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Modu
     return memo[module]
 
 
-def _held_by(root: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
     return {
         dotted(path, name): value
         for path, module in root.named_modules(remove_duplicate=False)
@@ -414,7 +414,7 @@ def _held_by(root: nn.Module) -> dict[str, torch.Tensor]:
 
 def _identities(root: nn.Module) -> dict[str, tuple[int, int]]:
     """Values that change when a tensor is replaced or changed, by name."""
-    return {name: (id(value), value._version) for name, value in _held_by(root).items()}
+    return {name: (id(value), value._version) for name, value in _tensors_of(root).items()}
 
 
 @contextlib.contextmanager

@@ -41,8 +41,9 @@ def use_static_experts(model: nn.Module) -> list[str]:
         if not _has_interface(block.experts) and _class_name(_selector(block)) not in _KNOWN:
             raise ValueError(
                 f"{name} is a {_class_name(block)}, whose experts are not supported. Supported "
-                f"classes: {', '.join(sorted(_KNOWN))}. If these experts select their tokens, every step "
-                "compiles another program on XLA. Use one of these classes, or Transformers 5"
+                f"classes: {', '.join(sorted(_KNOWN))}. If these experts select their tokens, "
+                "every step compiles another program on XLA. Use one of these classes, or "
+                "Transformers 5"
             )
     for block in blocks.values():
         if _has_interface(block.experts):

@@ -124,13 +124,13 @@ class CompilerMemory:
     # Offloaded inputs in host memory.
     host_temporaries: int = 0
     # Other parts of a streamed step on the device.
-    beside: int = 0
+    other_programs: int = 0
 
     @property
     def required(self) -> int:
         """Bytes that must be free before the step can be loaded and run."""
         own = self.arguments + self.outputs - self.aliased + self.temporaries + self.code
-        return own + self.beside
+        return own + self.other_programs
 
 
 @dataclass(frozen=True)

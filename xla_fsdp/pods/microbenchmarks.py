@@ -77,9 +77,9 @@ def measure_device(watch: Stopwatch, chip: Chip | None) -> Iterator[Rate]:
     yield Rate("HBM, read and written", "B", 2 * memory, seconds, bandwidth)
     for rows in sizes:
         matrix = torch.randn(rows, rows, generator=torch.Generator().manual_seed(rows))
-        held = watch.sent((matrix / rows**0.5).bfloat16())
+        operand = watch.sent((matrix / rows**0.5).bfloat16())
         times = max(1, min(most, round(most * (4096 / rows) ** 2)))
-        seconds = watch.seconds(_multiply, [held], [held], times)
+        seconds = watch.seconds(_multiply, [operand], [operand], times)
         yield Rate(f"matrix product, {rows}, bfloat16", "FLOP", 2.0 * rows**3, seconds, peak)
     there = torch.ones(transfer // 4)
     best_out = best_back = float("inf")

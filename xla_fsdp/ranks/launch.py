@@ -19,8 +19,8 @@ from .errors import CollectiveMismatchError, Preempted, RankError, RankTimeoutEr
 from .rank import current_rank
 from .slices import (
     OnAllSlices,
+    multislice_config,
     number_of_slices,
-    place,
     prepare_host,
     prepare_process,
     require_all_slices,
@@ -103,7 +103,7 @@ def launch(
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     if not _on_cpu() or under_torchrun:
-        found = place()
+        found = multislice_config()
         require_slices(slices, found)
         _check_device_count(num_devices, found.count if found else 1)
         if not under_torchrun:

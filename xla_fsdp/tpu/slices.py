@@ -28,7 +28,7 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class PlaceAmongSlices:
+class MultisliceConfig:
     """This process is on slice ``number`` of ``count``.
 
     ``coordinator``: the first host of slice 0. ``port``: of each host, for the other slices.
@@ -40,7 +40,7 @@ class PlaceAmongSlices:
     port: int = DEFAULT_PORT
 
 
-def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
+def read_multislice_config(said: Mapping[str, str]) -> MultisliceConfig | None:
     """The place that the variables ``said`` describe, or None for one slice. Raises ValueError."""
     given = {name: said[name].strip() for name in VARIABLES if said.get(name, "").strip()}
     count = given.get(COUNT)
@@ -69,7 +69,7 @@ def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
     if PORT in given and not _is_port(given[PORT]):
         raise ValueError(f"{PORT}={given[PORT]!r} must be a port, a number from 1 to 65535")
     port = int(given.get(PORT, DEFAULT_PORT))
-    return PlaceAmongSlices(slices, int(number), _host_of_address(given[COORDINATOR]), port)
+    return MultisliceConfig(slices, int(number), _host_of_address(given[COORDINATOR]), port)
 
 
 def _host_of_address(address: str) -> str:

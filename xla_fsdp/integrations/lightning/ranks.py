@@ -48,7 +48,7 @@ def ranks_are_threads() -> bool:
     return os.environ.get("PJRT_DEVICE", "").startswith("CPU") or not xlac.chips_of_host()
 
 
-def ranks_of_this_host() -> int:
+def number_of_ranks_here() -> int:
     """Running ranks, or those to be started."""
     context = current_rank()
     if context is not None:
@@ -90,7 +90,7 @@ class RanksAccelerator(Accelerator):
     @staticmethod
     def parse_devices(devices: Any) -> int:
         """The number of devices of this host; raises ValueError if it is not possible."""
-        number, found = devices, ranks_of_this_host()
+        number, found = devices, number_of_ranks_here()
         if isinstance(devices, str) and devices.strip().lstrip("-").isdigit():
             number = int(devices)
         if isinstance(number, (list, tuple)):
@@ -114,7 +114,7 @@ class RanksAccelerator(Accelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        return ranks_of_this_host()
+        return number_of_ranks_here()
 
     @staticmethod
     def is_available() -> bool:

@@ -128,7 +128,7 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        self.model = self._wrapped(module)
+        self.model = self._wrap_module(module)
         _update_properties(module, device=self.root_device)
         sync_metrics(module, self.root_device)
         # Use no_grad: inference tensors cannot be saved for a backward.
@@ -142,7 +142,7 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
             self.load_model_state_dict(*self._restored)
             self._restored = None
 
-    def _wrapped(self, module: nn.Module) -> nn.Module:
+    def _wrap_module(self, module: nn.Module) -> nn.Module:
         precision = self.precision_plugin.precision
         automatic = bool(getattr(module, "automatic_optimization", True))
         if automatic and is_sharded(module):

@@ -19,7 +19,7 @@ from ...tpu.links import wire_bytes
 from ...tpu.slices import Groups
 from ..records import KINDS, CompiledCollective
 from .hlo import HloComputation, HloModule, Instruction, Shape, Tuple, leaves, numbers
-from .places import Line, Place
+from .places import InlinedSchedule, Place
 from .scopes import asked, parse_scope
 
 # A rare kind counts as one that sends about the same bytes.
@@ -96,7 +96,7 @@ class _Open:
     done: int | None = None
 
 
-def find_collectives(line: Line) -> Found:
+def find_collectives(line: InlinedSchedule) -> Found:
     """Raises ValueError for groups it cannot read."""
     search = _CollectiveFinder(line)
     for place in line.places:
@@ -112,7 +112,7 @@ def find_collectives(line: Line) -> Found:
 
 
 class _CollectiveFinder:
-    def __init__(self, line: Line):
+    def __init__(self, line: InlinedSchedule):
         self._module = line.module
         # Those that run: by (scope, name) of the instruction that started or forwarded them, or by
         # what the fusions with their parts share.

@@ -13,7 +13,7 @@ import re
 
 from ...tpu.chips import LANES, Chip
 from .hlo import HloComputation, Instruction, leaves, numbers, parse_module
-from .places import line_up
+from .places import inline_schedule
 
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -31,7 +31,7 @@ def model_flops(traced: str) -> float:
     Raises ValueError if ``traced`` is not HLO.
     """
     forward = everything = 0.0
-    for place in line_up(parse_module(traced)).places:
+    for place in inline_schedule(parse_module(traced)).places:
         flops = flops_of(place.computation, place.instruction) * place.times
         if flops and _AGAIN not in place.path:
             everything += flops

@@ -35,7 +35,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class Line:
+class InlinedSchedule:
     """All places in order. The entry has scope 0. ``notes``: assumptions."""
 
     module: HloModule
@@ -52,13 +52,13 @@ class Line:
         return [(place.scope, name) for name in place.instruction.operands]
 
 
-def line_up(module: HloModule) -> Line:
+def inline_schedule(module: HloModule) -> InlinedSchedule:
     """List the instructions of a scheduled module in one sequence.
 
     A loop precedes its condition and body; an unknown trip count is assumed to be 1, with a note.
     All branches are included. Raises ValueError for an undefined operand or computation.
     """
-    line = Line(module, [], [])
+    line = InlinedSchedule(module, [], [])
     scopes = iter(range(1, 1 << 60))
 
     def add(

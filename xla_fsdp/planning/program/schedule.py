@@ -15,7 +15,7 @@ from .assignment import Assignment, Value, without_overlap
 from .collectives import Found, find_collectives
 from .flops import is_kernel, kernel_cycles
 from .hlo import HOST, HloModule, Instruction, leaves, parse_module
-from .places import Line, Place, line_up
+from .places import InlinedSchedule, Place, inline_schedule
 from .scopes import Labels
 
 # These take no time; loops and calls take that of the instructions inside.
@@ -39,14 +39,14 @@ _MOVES = frozenset(
 )
 
 
-def read_line(text: str) -> tuple[Line, Found, Labels]:
+def read_line(text: str) -> tuple[InlinedSchedule, Found, Labels]:
     """The instructions in order, the collectives, and phase and module of each instruction; raises
     ValueError as ``read_schedule``.
     """
     module = parse_module(text)
     if not module.scheduled:
         raise ValueError(f"module {module.name!r} is not scheduled (no is_scheduled=true)")
-    line = line_up(module)
+    line = inline_schedule(module)
     found = find_collectives(line)
     return line, found, Labels(line, {c.name: (c.phase, c.module) for c in found.collectives})
 
@@ -92,7 +92,7 @@ def _estimated_cycles(instruction: Instruction) -> int:
     return 0 if cycles in _NO_ESTIMATE else cycles
 
 
-def _untimed(line: Line, chip: Chip | None) -> list[str]:
+def _untimed(line: InlinedSchedule, chip: Chip | None) -> list[str]:
     """Notes on operations whose modelled time is missing or too short."""
     instructions = [place.instruction for place in line.places]
     unable = sum(
@@ -122,14 +122,14 @@ def _untimed(line: Line, chip: Chip | None) -> list[str]:
     return notes
 
 
-def computing_places(line: Line, taken: Collection[int]) -> Iterator[Place]:
+def computing_places(line: InlinedSchedule, taken: Collection[int]) -> Iterator[Place]:
     """Yield the places that compute; ``taken``: the places of collectives."""
     for place in line.places:
         if place.index not in taken and place.instruction.opcode not in _FREE:
             yield place
 
 
-def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iterator[Op]:
+def _ops(line: InlinedSchedule, taken: set[int], labels: Labels, chip: Chip | None) -> Iterator[Op]:
     scores = _elements_of_scores(line.module)
     for place in computing_places(line, taken):
         instruction = place.instruction
@@ -222,7 +222,7 @@ def _overlapped(
         yield one
 
 
-def _host_copies(line: Line) -> Iterator[HostCopy]:
+def _host_copies(line: InlinedSchedule) -> Iterator[HostCopy]:
     ends = {
         operand: place.index
         for place in line.places
@@ -250,7 +250,7 @@ def _host_copies(line: Line) -> Iterator[HostCopy]:
 
 
 def _hbm_buffers(
-    line: Line, labels: Labels, assignment: Assignment, arguments: Sequence[str]
+    line: InlinedSchedule, labels: Labels, assignment: Assignment, arguments: Sequence[str]
 ) -> tuple[Buffer, ...]:
     """Everything in HBM except the program itself, largest first."""
     places = {place.instruction.name: place for place in reversed(line.places)}

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from .hlo import Instruction
-from .places import Line
+from .places import InlinedSchedule
 
 _PHASES = {
     "forward": "forward",
@@ -67,7 +67,7 @@ class Labels:
     instruction. ``known``: those of instructions that lost their name.
     """
 
-    def __init__(self, line: Line, known: Mapping[str, tuple[str, str]]):
+    def __init__(self, line: InlinedSchedule, known: Mapping[str, tuple[str, str]]):
         self._module = line.module
         by_name: dict[tuple[int, str], tuple[str, str]] = {}
         self._known: dict[int, tuple[str, str]] = {}

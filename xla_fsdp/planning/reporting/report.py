@@ -20,7 +20,7 @@ from .page import require_parent, target_of_plot
 from .tables import GIB, MB, MB_MEANS, MIB, TINY, aligned, executions, figure, fraction, wire
 
 if TYPE_CHECKING:
-    from .beside import Beside
+    from .trace_comparison import TraceComparison
 
 _FORMAT, _VERSION = "xla_fsdp plan", 1
 _EXPECTED = f"expected a report of Report.save(), JSON with format {_FORMAT!r}"
@@ -176,7 +176,8 @@ class Report:
         Raises ValueError, which names ``source``, if the text is not such a report.
         """
         try:
-            data = json.loads(text)
+            # Older reports have another name for this field.
+            data = json.loads(text.replace('"beside"', '"other_programs"'))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{source} is not JSON ({error}): {_EXPECTED}") from error
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
@@ -211,7 +212,7 @@ class Report:
             raise ValueError(f"{path} is not text: {_EXPECTED}") from error
         return cls.from_json(text, str(path))
 
-    def compare(self, other: Report) -> Comparison:
+    def compare(self, other: Report) -> PlanComparison:
         """Compare this report with another one; ratios are this one over the other.
 
         Raises TypeError if ``other`` is not a report.
@@ -234,9 +235,9 @@ class Report:
         if (self.topology, self.devices) != (other.topology, other.devices):
             sizes = [f"{r.topology} ({r.devices} devices)" for r in (self, other)]
             remark = f"Not the same slice: {sizes[0]} and {sizes[1]}."
-        return Comparison(names, (self.verdict, other.verdict), figures, remark)
+        return PlanComparison(names, (self.verdict, other.verdict), figures, remark)
 
-    def compare_trace(self, trace: str | os.PathLike[str]) -> Beside:
+    def compare_trace(self, trace: str | os.PathLike[str]) -> TraceComparison:
         """Compare this plan with a recorded trace: ``print`` the result, or ``.plot("both.html")``.
 
         ``trace``: the folder that was given to :class:`xla_fsdp.profile` (its newest trace is
@@ -252,9 +253,9 @@ class Report:
         if tables.why_no_pictures(self):
             raise ValueError(f"nothing to compare a trace with. {tables.why_no_pictures(self)}")
         from ..recorded import read_trace  # imports protobuf
-        from .beside import Beside
+        from .trace_comparison import TraceComparison
 
-        return Beside(self, read_trace(trace))
+        return TraceComparison(self, read_trace(trace))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Plot HBM over the schedule and the timeline of the step.
@@ -295,7 +296,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """Two reports, figure by figure. Ratios are left over right."""
 
     names: tuple[str, str]

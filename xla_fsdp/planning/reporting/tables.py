@@ -205,8 +205,10 @@ def _memory_section(report: Report) -> Section:
             ("temporaries", m.temporaries, f"{by}, including fragmentation"),
             ("code", code, "the executable itself" if code is None else f"{by}: the executable"),
         ]
-        if m.beside:
-            rows.append(("other parts", m.beside, "tensors of the other programs of the step"))
+        if m.other_programs:
+            rows.append(
+                ("other parts", m.other_programs, "tensors of the other programs of the step")
+            )
         known = "the known values above" if refused else "the above"
         rows.append(("required", m.required, f"sum of {known}"))
         if not refused:

@@ -293,13 +293,13 @@ class _StepTrace:
         """Equal programs become the same object."""
         assert self.boundary is not None
         same = (p.program for p in self.parts if p.program.fingerprint == program.fingerprint)
-        beside = self.boundary.bytes_beside(
+        other_programs = self.boundary.bytes_of_others(
             [one for one in map(inspect_tensor, tensors) if not one.pending]
         )
         copies = (tensor.copy for tensor in offloaded_tensors(self.naming.roots))
         uploads = {copy.uploads for copy in copies if isinstance(copy, ShardCopy)}
         sent = sum(one.sent for one in uploads) - sum(part.to_device for part in self.parts)
-        self.parts.append(TracedPart(next(same, program), beside, sent, to_host, backward))
+        self.parts.append(TracedPart(next(same, program), other_programs, sent, to_host, backward))
 
     def _owners(self) -> dict[torch.Tensor, str]:
         owners: dict[torch.Tensor, str] = {}
@@ -345,12 +345,12 @@ def _state_restored() -> Iterator[LiveTensors]:
 class TracedPart:
     """One program of a step, with bytes.
 
-    ``beside``: tensors on the device that it neither reads nor computes. ``to_device``: shards sent
-    for it. ``to_host``: its gradients for the host.
+    ``other_programs``: tensors on the device that it neither reads nor computes. ``to_device``:
+    shards sent for it. ``to_host``: its gradients for the host.
     """
 
     program: TracedProgram
-    beside: int
+    other_programs: int
     to_device: int
     to_host: int
     backward: bool
@@ -361,7 +361,7 @@ def _with_transfers(parts: list[TracedPart]) -> tuple[TracedPart, ...]:
     return tuple(
         replace(
             part,
-            beside=part.beside
+            other_programs=part.other_programs
             + sum(after.to_device for after in parts[number + 1 : number + 2])
             + sum(before.to_host for before in parts[max(number - 2, 0) : number]),
         )

@@ -151,7 +151,7 @@ class StepBoundary:
             context.hlo(), donated, tuple(by_number.get(n, "") for n in range(len(numbers)))
         )
 
-    def bytes_beside(self, tensors: Sequence[LiveTensor]) -> int:
+    def bytes_of_others(self, tensors: Sequence[LiveTensor]) -> int:
         """Unpadded bytes of ``tensors`` that the last program does not read."""
         handles = xlac.buffer_handles([one.tensor for one in tensors])
         buffers = {

@@ -187,7 +187,7 @@ class Estimates:
         state, chip, count = self.facts(settings).state, self._where.chip, len(units)
         shared, hertz = settings.shard_group_size or self._where.devices, chip.clock_hz
         routes, one_loop = settings.collective_routes, settings.scan
-        beside = chip.overlaps_gathers and (settings.scan_prefetch or not one_loop)
+        overlaps = chip.overlaps_gathers and (settings.scan_prefetch or not one_loop)
         ops: list[Op] = []
         sent: list[CompiledCollective] = []
         copies: list[HostCopy] = []
@@ -210,7 +210,7 @@ class Estimates:
         # Units compute at odd places, first all forwards; gradients are reduced at even places.
         early, end = settings.forward_prefetch or one_loop, 2 * count + 1
         for at, unit in zip(range(1, end, 2), units, strict=True):
-            start = at - 2 if beside and early and at > 1 else at
+            start = at - 2 if overlaps and early and at > 1 else at
             send("all-gather", unit.facts.gathered, start, at)
             compute(at, unit.facts.forward, "forward")
             if unit.on_host:  # the device has the inputs of two blocks
@@ -219,7 +219,7 @@ class Estimates:
         for at, unit in zip(range(end, 2 * end - 1, 2), reversed(units), strict=True):
             before = at - 2 if at > end else at
             if not unit.kept:
-                start, ranks = before if beside and early else at, unit.kept_among or shared
+                start, ranks = before if overlaps and early else at, unit.kept_among or shared
                 send("all-gather", unit.facts.gathered, start, at, min(ranks, shared))
             if unit.on_host:
                 copies.append(HostCopy(before, at, round(unit.on_host), to_host=False))
@@ -289,16 +289,16 @@ class _UnitEstimate:
         root = settings.units == "model" or not facts.is_block
         self.kept = reshard is False or root or chosen
         self.kept_among = 0 if isinstance(reshard, bool) or self.kept else reshard
-        self.held = facts.held_recomputed if self.recomputed else facts.held
-        self.on_host = self.held if self.recomputed and settings.offload else 0.0
+        self.saved = facts.saved_recomputed if self.recomputed else facts.saved
+        self.on_host = self.saved if self.recomputed and settings.offload else 0.0
 
 
 def _activations(units: Sequence[_UnitEstimate]) -> float:
-    on_device = [unit.held for unit in units if not unit.on_host]
+    on_device = [unit.saved for unit in units if not unit.on_host]
     on_device += [unit.spared for unit in units]
     # On the device: the input of the running block and that of the next.
     on_host = sorted((unit.on_host for unit in units if unit.on_host), reverse=True)[:2]
-    again = max((unit.facts.held for unit in units if unit.recomputed), default=0.0)
+    again = max((unit.facts.saved for unit in units if unit.recomputed), default=0.0)
     working = 2 * max(unit.facts.largest for unit in units)
     return sum(on_device) + sum(on_host) + again + working
 

@@ -18,7 +18,7 @@ from ...layers.saved_activations import ATTENTION
 from ...tpu.chips import Chip
 from ..program.flops import flops_of, is_kernel, kernel_cycles
 from ..program.hlo import HloModule, Instruction, leaves, parse_module
-from ..program.places import InstructionKey, Place, line_up
+from ..program.places import InstructionKey, Place, inline_schedule
 from ..program.scopes import parse_scope
 from ..records import KINDS
 from ..tracing.step import TracedStep
@@ -52,14 +52,14 @@ _INLINED = frozenset(["while", "call", "conditional"])
 class UnitFacts(TracedUnit):
     """One unit of a model: a block, or the rest of the model, which is called "".
 
-    On one device, with the traced batch. ``forward``: seconds, by a roofline. ``held``: bytes that
-    the forward saves for the backward; ``held_recomputed``: with recomputation. ``largest``: bytes
+    On one device, with the traced batch. ``forward``: seconds, by a roofline. ``saved``: bytes that
+    the forward saves for the backward; ``saved_recomputed``: with recomputation. ``largest``: bytes
     of an activation. ``again``: recomputed values that the forward could save instead.
     """
 
     forward: float
-    held: float
-    held_recomputed: float
+    saved: float
+    saved_recomputed: float
     largest: float
     is_block: bool
     again: tuple[Again, ...] = ()
@@ -90,7 +90,7 @@ class StepFacts:
         def scaled(one: Any, *names: str, **changes: Any) -> Any:
             return replace(one, **{name: factor * getattr(one, name) for name in names}, **changes)
 
-        figures = ("forward", "held", "held_recomputed", "largest")
+        figures = ("forward", "saved", "saved_recomputed", "largest")
         units = tuple(
             scaled(unit, *figures, again=tuple(scaled(a, "seconds", "bytes") for a in unit.again))
             for unit in self.units
@@ -130,8 +130,8 @@ def facts_of(
         UnitFacts(
             **vars(unit),
             forward=found.seconds[unit.name],
-            held=found.held[unit.name],
-            held_recomputed=min(recomputed.held[unit.name], found.held[unit.name]),
+            saved=found.saved[unit.name],
+            saved_recomputed=min(recomputed.saved[unit.name], found.saved[unit.name]),
             largest=found.largest[unit.name],
             is_block=unit.name in blocks,
             again=again_in(unit.name, recomputed.again) if unit.name in blocks else (),
@@ -168,17 +168,17 @@ class Again:
 class Activations:
     """Figures of the forward in ``module``, a traced step with module names, on one device.
 
-    ``held``, ``largest``: by unit, bytes of all tensors that the backward needs, and of the
+    ``saved``, ``largest``: by unit, bytes of all tensors that the backward needs, and of the
     largest. ``seconds``: by unit, by the roofline of ``chip``: for each operation that is not
     fused, the longer of its FLOPs and its HBM bytes at peak rates. ``again``: by module, recomputed
     matmuls (without names) and kernels.
     """
 
     def __init__(self, module: HloModule, chip: Chip, units: Sequence[str]) -> None:
-        self.held, self.largest = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
+        self.saved, self.largest = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
         self.seconds = dict.fromkeys(units, 0.0)
         self.again: dict[str, list[Again]] = {}
-        self._line, self._chip = line_up(module), chip
+        self._line, self._chip = inline_schedule(module), chip
         self._places = self._line.by_key
         # Kernels have only JAX's names, after those of the calling instruction.
         self._phases = {key: parse_scope(place.path) for key, place in self._places.items()}
@@ -186,9 +186,9 @@ class Activations:
         for key, place in self._places.items():
             self._sources[key] = self._sources_of(key, place)
         unit = functools.cache(lambda module: innermost_unit(module, units))
-        for key in self._held():
+        for key in self._saved_keys():
             place = self._places[key]
-            self.held[unit(self._phases[key][1])] += place.times * _result_bytes(place.instruction)
+            self.saved[unit(self._phases[key][1])] += place.times * _result_bytes(place.instruction)
         for key, place in self._places.items():
             (phase, name), instruction = self._phases[key], place.instruction
             if instruction.opcode in _FUSED | _GIVEN | _WHOLE | _INLINED:
@@ -221,8 +221,8 @@ class Activations:
             moved += min(own, made_of) if made_of else own
         return max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth), flops
 
-    def _held(self) -> set[InstructionKey]:
-        held: set[InstructionKey] = set()
+    def _saved_keys(self) -> set[InstructionKey]:
+        saved: set[InstructionKey] = set()
         for key, place in self._places.items():
             if self._phases[key][0] not in ("backward", "optimizer"):
                 continue
@@ -230,11 +230,11 @@ class Activations:
                 if operand not in self._places or self._phases[operand][0] != "forward":
                     continue
                 if place.instruction.opcode in _WHOLE:
-                    held.add(self._moved_from(operand))
+                    saved.add(self._moved_from(operand))
                 else:
-                    held |= self._sources[operand]
+                    saved |= self._sources[operand]
         return {
-            key for key in held
+            key for key in saved
             if self._phases[key][0] == "forward"
             and self._places[key].instruction.opcode not in _GIVEN | _WHOLE
         }  # fmt: skip

@@ -278,7 +278,7 @@ class _RankThread(threading.Thread):
                 if results:
                     session.sync_tensors(context, "its function returned", results)
                 self.result = map_tensors(lambda t: t.detach().cpu() if t.is_xla else t, value)
-                session.finish(context)
+                session.wait_for_all_ranks(context)
         except RankStopped:
             pass
         except BaseException as error:

@@ -153,7 +153,7 @@ class Session:
         arrival = Arrival(what, ("exchange", what), call_site.here(), payload=payload)
         return self.barrier.meet(context.rank, arrival)
 
-    def finish(self, context: RankContext) -> None:
+    def wait_for_all_ranks(self, context: RankContext) -> None:
         """Waits for the other ranks after this rank's function has returned.
 
         Pending operations are not run: which ones there are depends on the garbage collector.

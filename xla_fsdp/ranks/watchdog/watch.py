@@ -24,7 +24,7 @@ from ..channel import open_channel
 from ..cpu.call_site import is_library
 from ..errors import RankTimeoutError
 from ..slices import slices_of_ranks
-from .report import RankPlace, hang_text
+from .report import RankStatus, hang_text
 from .settings import WatchSettings, log_line, watch_settings
 from .waits import ProcessProgress, doing
 
@@ -215,7 +215,7 @@ class _Watch:
         for rank, sign in signs.items():
             what, where, stack = answers.get(rank, ("", "", ""))
             silent = not sign["ended"] and not what  # another process may answer
-            places.append(RankPlace(
+            places.append(RankStatus(
                 rank, sign["steps"], quiet[rank] if silent else 0.0,
                 sign["ended"] or _describe_wait(what, sign["work"]), where, stack,
                 bool(sign["ended"]), sign["process"]["name"],

@@ -41,7 +41,7 @@ Total = tuple[float | None, float | None]  # seconds modelled and measured
 
 
 @dataclass(frozen=True)
-class Beside:
+class TraceComparison:
     """A plan compared with a recorded step: ``print`` it, or ``plot`` it as a page.
 
     Raises ValueError if they have no names of modules and parameters in common.
