@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xla_fsdp.planning.program.assignment import read_assignment
-from xla_fsdp.planning.program.collectives import parse_groups
+from xla_fsdp.planning.program.compiled_collectives import parse_groups
 from xla_fsdp.planning.program.hlo import leaves, parse_module, read_shape
 from xla_fsdp.planning.program.schedule import read_schedule
 from xla_fsdp.planning.program.scopes import asked, parse_scope

@@ -14,7 +14,7 @@ from torch import nn
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp.integrations.lightning.settings import WrapSettings
+from xla_fsdp.integrations.lightning.wrap_settings import WrapSettings
 from xla_fsdp.integrations.sharding import Sharding
 from xla_fsdp.sharding.options import (
     FULLY_SHARD,

@@ -25,10 +25,10 @@ import xla_fsdp
 from xla_fsdp import ShardingStrategy, XlaFullyShardedDataParallel, plan
 from xla_fsdp.compiled.host_options import HostOptions
 from xla_fsdp.planning.compiling import compiler
-from xla_fsdp.planning.compiling.cache import CompiledStep, PlanCache
 from xla_fsdp.planning.compiling.compiler import Target
+from xla_fsdp.planning.compiling.plan_cache import CompiledStep, PlanCache
 from xla_fsdp.planning.compiling.progress import Progress
-from xla_fsdp.planning.program.collectives import find_collectives, wire_bytes
+from xla_fsdp.planning.program.compiled_collectives import find_collectives, wire_bytes
 from xla_fsdp.planning.program.hlo import parse_module
 from xla_fsdp.planning.program.places import inline_schedule
 from xla_fsdp.planning.records import CompilerMemory

@@ -17,8 +17,8 @@ from torch import nn
 
 from xla_fsdp import ShardingSettings, training_step, tune
 from xla_fsdp.plan_compiler import find_compiler
-from xla_fsdp.planning.compiling.cache import CompiledStep
 from xla_fsdp.planning.compiling.compiler import CompileError, Target
+from xla_fsdp.planning.compiling.plan_cache import CompiledStep
 from xla_fsdp.planning.compiling.progress import Progress
 from xla_fsdp.planning.tracing.units import OnWire
 from xla_fsdp.planning.tuning.api import _extrapolated, _Steps

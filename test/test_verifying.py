@@ -13,16 +13,24 @@ import torch_xla.core.xla_model as xm
 
 import xla_fsdp
 from xla_fsdp.extras import MissingExtraError
-from xla_fsdp.pods import microbenchmarks, parity, stages, steps, verdict
+from xla_fsdp.pods import microbenchmarks, parity, stages, steps
 from xla_fsdp.pods.findings import Finding, Status
+from xla_fsdp.pods.measurements import CollectiveTime, Job, Machine, Rate, StepRun, read_notes
 from xla_fsdp.pods.microbenchmarks import axes, modelled
 from xla_fsdp.pods.parity import CASES, _parity_finding
 from xla_fsdp.pods.privacy import scrubbed, shown_environment
-from xla_fsdp.pods.records import CollectiveTime, Job, Machine, Rate, StepRun, read_notes
-from xla_fsdp.pods.report import Verification
 from xla_fsdp.pods.steps import Size
-from xla_fsdp.pods.verdict import calibrate, judge_death, judge_programs, judge_steps
-from xla_fsdp.pods.verify import Children
+from xla_fsdp.pods.verification_report import Verification
+from xla_fsdp.pods.verify import (
+    Children,
+    calibrate,
+    describe_machine,
+    judge,
+    judge_collectives,
+    judge_death,
+    judge_programs,
+    judge_steps,
+)
 from xla_fsdp.preflight import main
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError, calibrated, load_calibration
 from xla_fsdp.tpu.chips import V5E
@@ -198,7 +206,7 @@ def test_a_report_is_told_kept_and_drawn(tmp_path):
     )
     findings = (
         Finding(Status.FAILED, "parity", HOSTILE, "equal", "report it"),
-        *verdict.judge_collectives(times),
+        *judge_collectives(times),
     )
     where = Machine("TPU v5 lite", "v5e", 8, "v5e:2x4", {"torch": "2.9.0"}, {"XLA_FLAGS": HOSTILE})
     calibration = calibrate("v5e", times, RATES, slice)
@@ -314,7 +322,7 @@ def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, m
     stages_here = ("programs", "steps")  # first the peaks of memory, then the steps
     on_two_ranks(run_ranks, tmp_path, *stages_here, on_tpu=True, sizes=("small",))
     children = Children(tmp_path, now() + 100, lambda text: None)
-    where = verdict.describe_machine(read_notes(tmp_path, "where"))
+    where = describe_machine(read_notes(tmp_path, "where"))
     assert (where.family, where.ranks, where.topology) == ("v5e", 2, "v5litepod-4")
     # What is planned, and where: of the slice that is here, the sizes of its kind.
     asked = []
@@ -326,7 +334,7 @@ def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, m
     monkeypatch.setattr(children, "_run", planned)
     children.plan(Job(("steps",), "", "", 0.0), where, None)
     assert asked == [("plan", tuple(steps.ON_TPU), "v5litepod-4", {"PJRT_DEVICE": "CPU"})]
-    found = verdict.judge(tmp_path, children.failures, where, None, stages_here)
+    found = judge(tmp_path, children.failures, where, None, stages_here)
     ours = next(run for run in found.steps if run.lane == "xla_fsdp")
     assert (ours.planned, ours.hbm) == (0.01, 3 << 20) and ours.seconds > 0
     about = {each.name: each for each in found.findings}

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from xla_fsdp.ranks.watchdog import waits
-from xla_fsdp.ranks.watchdog.report import RankStatus, hang_text
-from xla_fsdp.ranks.watchdog.settings import WatchSettings, watch_settings
+from xla_fsdp.ranks.watchdog.hang_report import RankStatus, hang_text
+from xla_fsdp.ranks.watchdog.watch_settings import WatchSettings, watch_settings
 
 # Ranks in processes wait for each other in files, in a function that has its file in torch_xla's
 # folder: no CPU has collectives between processes.

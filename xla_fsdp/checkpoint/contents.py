@@ -31,7 +31,7 @@ from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
 from .inventory import Inventory, ReplicatedBuffer, make_inventory
-from .optimizers import LazyState, OptimizerStateShard, describe_optimizer
+from .optimizer_state import LazyState, OptimizerStateShard, describe_optimizer
 
 RNG_TORCH, RNG_XLA = "rank/rng.torch", "rank/rng.xla"
 

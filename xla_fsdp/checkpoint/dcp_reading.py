@@ -46,7 +46,7 @@ from .matching import (
     match_model,
     match_optimizer,
 )
-from .optimizers import members_of_groups
+from .optimizer_state import members_of_groups
 from .protocol import capture_loaded_values, placeholder_state_dict
 from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor

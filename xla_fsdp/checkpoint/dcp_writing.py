@@ -31,7 +31,7 @@ from .contents import HostCopies
 from .dcp_reading import IndexRange, split_index_range
 from .full_state import state_kinds
 from .inventory import Inventory, ParameterShard, agree_on_inventory
-from .optimizers import local_state, members_of_groups, options, state_converter_of
+from .optimizer_state import local_state, members_of_groups, options, state_converter_of
 from .protocol import PlaceholderTensor, placeholder_state_dict
 from .rank_exchange import RankExchange, wait_until
 

@@ -27,7 +27,7 @@ from .matching import (
     match_model,
     match_optimizer,
 )
-from .optimizers import (
+from .optimizer_state import (
     ParameterGroups,
     convert_state_to_save,
     local_state,

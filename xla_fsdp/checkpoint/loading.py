@@ -28,7 +28,7 @@ from ..consolidate.format.store import join
 from .contents import RNG_TORCH, RNG_XLA
 from .inventory import ParameterShard, make_inventory
 from .matching import Number, OptimizerMatch, OptimizerState, match_model, match_optimizer
-from .optimizers import members_of_groups
+from .optimizer_state import members_of_groups
 from .rank_exchange import RankExchange, wait_until
 from .readable_tensor import ReadableTensor
 from .value_loading import (

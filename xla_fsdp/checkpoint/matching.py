@@ -16,7 +16,7 @@ from ..optim.saved import state_converter_of
 from ..sharding.sharded_parameter import local
 from ..wording import join_some
 from .inventory import Entry, Inventory, ParameterShard, ReplicatedBuffer
-from .optimizers import (
+from .optimizer_state import (
     ParameterGroups,
     convert_state_to_load,
     elementwise_keys,

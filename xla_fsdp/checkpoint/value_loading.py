@@ -19,7 +19,7 @@ from ..sharding.optimizer_hook import state_is_by_name
 from ..sharding.sharded_parameter import as_sharded, local, on_local_parts
 from .inventory import CPU, Inventory
 from .matching import HolderState, Match, Number, OptimizerMatch
-from .optimizers import options
+from .optimizer_state import options
 from .readable_tensor import ReadableTensor, read_holder_values
 
 

@@ -46,8 +46,8 @@ from ..sharding.sharded_tensor import require_reduced
 from ..sharding.state import is_sharded
 from ..wrapper import XlaFullyShardedDataParallel
 from .changes import Changes
+from .full_weights import outermost_wrapper
 from .optimizers import average_unsharded, load_joined, save_alone, switch_to_shards
-from .saving import outermost_wrapper
 from .sharding import (
     SHARD_SIZE,
     Sharding,

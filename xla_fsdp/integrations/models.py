@@ -17,8 +17,8 @@ from transformers.modeling_utils import ModuleUtilsMixin, PreTrainedModel
 from ..sharding.state import is_sharded
 from .changes import Changes
 from .experts import register_experts, warn_of_dynamic_experts
+from .full_weights import count_full_parameters, save_whole
 from .generation import generate_sharded
-from .saving import count_full_parameters, save_whole
 
 changes = Changes("transformers")
 

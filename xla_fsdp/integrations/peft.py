@@ -24,7 +24,7 @@ from ..names import dotted
 from ..sharding.state import is_sharded
 from ..sharding.summon import summon_full_params
 from .changes import Changes
-from .saving import outermost_wrapper, owned, save_whole
+from .full_weights import outermost_wrapper, owned, save_whole
 
 __all__ = ["adapt", "save_merged"]
 

@@ -16,9 +16,9 @@ from ..compiled.host_options import HostOptions
 from ..tpu.calibration import calibrated
 from ..tpu.chips import Chip
 from ..tpu.links import describe_links
-from .compiling.cache import CompiledStep
 from .compiling.compile_child import peak_memory
 from .compiling.compiler import Target
+from .compiling.plan_cache import CompiledStep
 from .program.assignment import read_assignment
 from .program.flops import why_no_kernel
 from .program.schedule import read_schedule

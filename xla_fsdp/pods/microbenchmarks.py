@@ -18,7 +18,7 @@ from ..tpu.chips import Chip
 from ..tpu.links import OneCollective, collective_seconds
 from ..tpu.slices import Groups
 from ..tpu.topology import Slice
-from .records import CollectiveTime, Rate
+from .measurements import CollectiveTime, Rate
 
 # Bytes, rounded down to float32 elements for each rank.
 SIZES_ON_TPU = tuple(1 << n for n in (13, 17, 20, 24, 26))

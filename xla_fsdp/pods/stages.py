@@ -31,9 +31,9 @@ from ..tpu.topology import Slice
 from ..wording import first_line, to_one_line
 from . import steps
 from .findings import skipped
+from .measurements import CollectiveTime, Job, StepRun
 from .microbenchmarks import Stopwatch, measure_collectives, measure_device
 from .parity import SIZE, compare, save_and_load
-from .records import CollectiveTime, Job, StepRun
 
 _DYING = "the last rank ends here, on purpose"
 

@@ -18,7 +18,7 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
 
 from ..ranks.rank import current_rank
 from ..wrapper import XlaFullyShardedDataParallel as FSDP
-from .records import StepRun
+from .measurements import StepRun
 
 SEED = 11
 

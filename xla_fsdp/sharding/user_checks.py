@@ -15,7 +15,7 @@ from ..collectives.world import World, all_gather_object
 from ..names import dotted
 from ..ranks.rank import is_simulated_rank
 from ..ranks.slices import slices_of_ranks
-from ..ranks.watchdog.settings import log_line
+from ..ranks.watchdog.watch_settings import log_line
 from ..tree import has_own_operators, tensors_in
 from .deferred_values import require_all_initialized
 from .freeing import stamps

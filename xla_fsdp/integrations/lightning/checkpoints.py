@@ -34,7 +34,7 @@ from ...consolidate.format.store import join
 from ...sharding.state import is_sharded
 from ..optimizers import load_joined, save_alone
 from .ranks import to_host
-from .settings import WrapSettings
+from .wrap_settings import WrapSettings
 
 # The key of a checkpoint that was read from a folder: its value is the folder.
 _FOLDER = "xla_fsdp_folder"

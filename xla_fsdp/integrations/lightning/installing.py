@@ -35,7 +35,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ...sharding.state import is_sharded
 from ..changes import Changes
-from ..saving import count_full_parameters
+from ..full_weights import count_full_parameters
 from ..sharding import wrap_recomputed
 from .ranks import CurrentRankNumber, RanksAccelerator, ranks_are_threads
 from .strategies import FabricStrategy, TrainerStrategy

@@ -23,12 +23,17 @@ from ...names import is_wrapper
 from ...ranks.rank import current_rank
 from ...sharding.optimizer_hook import has_shards
 from ...sharding.state import is_sharded
+from ..full_weights import outermost_wrapper
 from ..optimizers import switch_to_shards
-from ..saving import outermost_wrapper
 from .checkpoints import FabricCheckpoints, TrainerCheckpoints
 from .collectives import CollectivesMixin, sync_metrics
 from .ranks import FabricLauncher, RanksEnvironment, TrainerLauncher, in_rank
-from .settings import LightningPolicy, ShardedFabricPrecision, ShardedTrainerPrecision, WrapSettings
+from .wrap_settings import (
+    LightningPolicy,
+    ShardedFabricPrecision,
+    ShardedTrainerPrecision,
+    WrapSettings,
+)
 
 
 class _CommonStrategy(CollectivesMixin):

@@ -38,7 +38,7 @@ from ..program.flops import model_flops
 from ..records import CompilerMemory
 from ..tracing.traced import PartitionedProgram, TracedProgram, scope_names
 from . import compile_child
-from .cache import CompiledStep, PlanCache
+from .plan_cache import CompiledStep, PlanCache
 from .progress import Progress
 
 _POLL_SECONDS = 0.1

@@ -12,7 +12,7 @@ from math import prod
 from ...tpu.chips import Chip
 from ..records import Buffer, CompiledCollective, HostCopy, Op, Schedule
 from .assignment import Assignment, Value, without_overlap
-from .collectives import Found, find_collectives
+from .compiled_collectives import Found, find_collectives
 from .flops import is_kernel, kernel_cycles
 from .hlo import HOST, HloModule, Instruction, leaves, parse_module
 from .places import InlinedSchedule, Place, inline_schedule

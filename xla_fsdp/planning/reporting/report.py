@@ -13,7 +13,7 @@ import numpy
 
 from ... import extras
 from ...deprecated import accept_old_names
-from ..compiling.cache import write_whole
+from ..compiling.plan_cache import write_whole
 from ..records import CompilerMemory, HostNeeds, ProgramPart, Schedule, Timing, reader
 from . import page, tables
 from .page import require_parent, target_of_plot

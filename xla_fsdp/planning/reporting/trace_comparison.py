@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ...wording import join_some
-from ..compiling.cache import write_whole
+from ..compiling.plan_cache import write_whole
 from ..recorded import RecordedStep, Share
 from ..records import KINDS, PHASES
 from .page import document, tables, target_of_plot

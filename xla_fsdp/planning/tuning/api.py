@@ -20,9 +20,9 @@ from ..compiling.compiler import CompileError, Target
 from ..compiling.progress import Progress
 from ..make_report import make_report
 from ..tracing.step import TracedStep, trace_step
-from .blocks import Blocks
 from .estimate import Estimates
 from .facts import StepFacts, facts_of
+from .repeated_blocks import Blocks
 from .search import ImpossibleError, Measured, Search, extrapolate, what_would_fit
 from .settings import ShallowSettings, ShardingSettings
 from .space import DEPTHS, MANY_BLOCKS, Space, checked_search

@@ -25,9 +25,9 @@ from ...scan.blocks import scan_blocks
 from ...tpu.compiler_options import limit_scoped_vmem
 from ...wrap import size_based_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
-from ..compiling.cache import write_whole
+from ..compiling.plan_cache import write_whole
 from ..tracing.naming import plain_name
-from .blocks import BlockRow, Blocks, find_blocks, list_of, replace_modules
+from .repeated_blocks import BlockRow, Blocks, find_blocks, list_of, replace_modules
 
 FORMAT, VERSION = "xla_fsdp settings", 1
 _PREFETCH = {

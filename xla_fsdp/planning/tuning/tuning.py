@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..compiling.cache import write_whole
+from ..compiling.plan_cache import write_whole
 from ..reporting.tables import aligned
 from .search import GIB, Measured, Trial, too_much
 from .settings import ShardingSettings, changes, value_text

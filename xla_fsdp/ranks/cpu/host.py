@@ -20,7 +20,7 @@ from ...tree import map_tensors, tensors_in
 from ..autograd_thread import run_there
 from ..errors import Preempted, RankError, RankStopped
 from ..rank import RankContext, _set_current_rank, current_rank
-from .collectives import Collectives
+from .cpu_collectives import Collectives
 from .mode import FreshState, RankMode
 from .patches import Patches
 from .rng import GeneratorOfThisRank

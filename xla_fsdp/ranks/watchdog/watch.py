@@ -24,9 +24,9 @@ from ..channel import open_channel
 from ..cpu.call_site import is_library
 from ..errors import RankTimeoutError
 from ..slices import slices_of_ranks
-from .report import RankStatus, hang_text
-from .settings import WatchSettings, log_line, watch_settings
+from .hang_report import RankStatus, hang_text
 from .waits import ProcessProgress, doing
+from .watch_settings import WatchSettings, log_line, watch_settings
 
 # No library uses it by default. Only sent to processes that handle it.
 _SIGNAL = signal.SIGRTMAX - 7

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 
-from ..planning.compiling.cache import write_whole
+from ..planning.compiling.plan_cache import write_whole
 from ..planning.reporting.page import document, require_parent, tables
 from ..planning.reporting.tables import UNKNOWN, Section, aligned, figure, milliseconds, percent
 from ..tpu.calibration import Calibration
 from .findings import Finding, Status, count_by_status
-from .records import CollectiveTime, Machine, Rate, StepRun
+from .measurements import CollectiveTime, Machine, Rate, StepRun
 
 _FORMAT, _VERSION = "xla_fsdp verification", 1
 _CPU_NOTE = (
