@@ -117,7 +117,8 @@ def describe_value(value: Any, where: str) -> Any:
 def sent_by_first_rank(world: World, described: Any, value_on_first_rank: Any, where: str) -> Any:
     """Returns the value of rank 0 on every rank. Its tensors are sent when they are read.
 
-    ``described``: the result of :func:`describe` on rank 0. ``value_on_first_rank``: else ``None``.
+    ``described``: the result of :func:`describe_value` on rank 0. ``value_on_first_rank``: else
+    ``None``.
     """
     if "value" in described:
         return decode(described["value"], where)

@@ -22,7 +22,7 @@ from .generation import generate_sharded
 
 changes = Changes("transformers")
 
-# The names that saving.py and generation.py use or override.
+# The names that full_weights.py and generation.py use or override.
 changes.require(
     PreTrainedModel,
     *("device", "dtype", "base_model_prefix", "_no_split_modules"),

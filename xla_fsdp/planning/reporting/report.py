@@ -221,7 +221,7 @@ class Report:
             message = f"cannot compare {type(other).__name__}: give a Report (of plan or load)"
             raise TypeError(message)
         figures = tuple(
-            Figure(name, unit, value, another)
+            ComparedFigure(name, unit, value, another)
             for (name, unit, value), (_, _, another) in zip(
                 _figures(self), _figures(other), strict=True
             )
@@ -280,7 +280,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Figure:
+class ComparedFigure:
     """One figure of two reports; None if a report does not have it."""
 
     name: str
@@ -301,10 +301,10 @@ class PlanComparison:
 
     names: tuple[str, str]
     verdicts: tuple[str, str]
-    figures: tuple[Figure, ...]
+    figures: tuple[ComparedFigure, ...]
     remark: str = ""  # why the two are not directly comparable
 
-    def __getitem__(self, name: str) -> Figure:
+    def __getitem__(self, name: str) -> ComparedFigure:
         """Raises KeyError, which lists all names."""
         for one in self.figures:
             if one.name == name:

@@ -75,7 +75,7 @@ class Naming:
         self._close_here()
         run_there(torch_xla.device(), self._close_here)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.roots.clear()
         self._names.clear()
 

@@ -249,7 +249,7 @@ class _StepTrace:
             shard.grad = grad
         self._grads.clear()
         self.boundary = None
-        self.naming.forget()
+        self.naming.clear()
         self.optimizers.all.clear()
         self.optimizers.stepped.clear()
 
