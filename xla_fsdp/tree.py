@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 
-def has_own_operators(kind: type[torch.Tensor]) -> bool:
+def overrides_dispatch(kind: type[torch.Tensor]) -> bool:
     """Whether such tensors override torch functions: torch_xla does not see them."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 

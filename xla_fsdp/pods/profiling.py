@@ -177,7 +177,7 @@ class _SharedNaming(Naming):
             self._inside += inside
             if self._users or self._inside:
                 return
-            self.forget()
+            self.clear()
             hooks = self._hooks.pop_all()
         hooks.close()
 

@@ -120,14 +120,14 @@ def launch(
             spawned.run_spawned(prepared if found is None else OnAllSlices(prepared), args)
         return None
     size = _runtime.size_for(num_devices)
-    parts = number_of_slices(slices, size)
+    count = number_of_slices(slices, size)
     if not _runtime.launching.acquire(blocking=False):
         raise RuntimeError(
             "another thread of this process is in launch, and only one launch can run at a time. "
             "Wait until it has returned"
         )
     try:
-        return run_ranks(_runtime, fn, args, size, timeout, parts)
+        return run_ranks(_runtime, fn, args, size, timeout, count)
     finally:
         _runtime.launching.release()
 

@@ -16,7 +16,7 @@ from ..names import dotted
 from ..ranks.rank import is_simulated_rank
 from ..ranks.slices import slices_of_ranks
 from ..ranks.watchdog.watch_settings import log_line
-from ..tree import has_own_operators, tensors_in
+from ..tree import overrides_dispatch, tensors_in
 from .deferred_values import require_all_initialized
 from .freeing import stamps
 from .ignored import ignored_mark_of, is_ignored
@@ -229,7 +229,7 @@ def require_shardable_parameters(path: str, module: nn.Module) -> None:
             continue
         kind, called = type(parameter), dotted(path, key)
         own_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
-        if own_function or has_own_operators(kind):
+        if own_function or overrides_dispatch(kind):
             raise TypeError(
                 f"parameter {called!r} is a {kind.__name__}, which overrides operators, but the "
                 "gathered parameter would be a plain tensor without them. Use an nn.Parameter, or "

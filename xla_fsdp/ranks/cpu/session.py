@@ -26,7 +26,7 @@ import torch_xla.core.xla_model as xm
 
 from ... import xlac
 from ...tpu.slices import equal_parts
-from ...tree import has_own_operators
+from ...tree import overrides_dispatch
 from ..errors import CollectiveMismatchError, Preempted, RankStopped, RankTimeoutError
 from ..rank import CollectiveOrder, RankContext, TracedCollective, _set_current_rank, current_rank
 from . import call_site
@@ -409,7 +409,7 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
         if issubclass(type(value), torch.Tensor)  # isinstance queries __class__
         # Tensors that autograd has released have no device.
         and value.is_xla
-        and not has_own_operators(type(value))
+        and not overrides_dispatch(type(value))
         and str(value.device) in devices
         and xlac.are_pending([value])[0]
     ]
