@@ -129,12 +129,12 @@ def _full_range(shape: Sequence[int]) -> IndexRange:
     return IndexRange(torch.Size([0] * len(shape)), torch.Size(shape), 0)
 
 
-def _leaves(path: _Path, value: Any) -> Iterator[_DcpValue]:
+def _split_value(path: _Path, value: Any) -> Iterator[_DcpValue]:
     """The entries of a value, which torch takes apart as here."""
     if _is_taken_apart(value):
         each = value.items() if isinstance(value, Mapping) else enumerate(value)
         for name, inner in each:
-            yield from _leaves((*path, name if isinstance(value, list) else str(name)), inner)
+            yield from _split_value((*path, name if isinstance(value, list) else str(name)), inner)
     else:
         yield _DcpValue([path], value)
 
@@ -162,7 +162,7 @@ def _model_values(model: nn.Module, inventory: Inventory) -> Iterator[_DcpValue]
         if isinstance(value, PlaceholderTensor):
             paths.setdefault(value.source, []).append(("model", name))
         else:
-            yield from _leaves(("model", name), value)
+            yield from _split_value(("model", name), value)
     for source, own in paths.items():
         if isinstance(source, ParameterShard):
             yield _DcpValue(own, source.holder, source)
@@ -185,11 +185,11 @@ def _optimizer_values(
             if isinstance(value, torch.Tensor) and value.shape == local(shard.holder).shape:
                 yield _DcpValue([path], value, shard)
             else:
-                yield from _leaves(path, value)
+                yield from _split_value(path, value)
     groups = zip(optimizer.param_groups, members_of_groups(inventory, optimizer), strict=True)
     for number, (group, members) in enumerate(groups):
         for name, value in options(group).items():
-            yield from _leaves(("optim", "param_groups", number, name), copy.deepcopy(value))
+            yield from _split_value(("optim", "param_groups", number, name), copy.deepcopy(value))
         names = [shard.name for shard in members]
         yield _DcpValue([("optim", "param_groups", number, "params")], names)
 

@@ -113,7 +113,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     part = "0 of 1"
     if dist.is_torchelastic_launched():
         part = f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-    _open_store(folder, part)
+    _open_cache(folder, part)
     os.environ[_STORE] = f"{os.getpid()}:{folder}"
     return folder
 
@@ -150,13 +150,13 @@ def _with_store(folder: str, fn: Callable, *args: Any) -> Any:
     with _opening:  # TPU v2 and v3 run two ranks in a process
         if not xlac.compilation_cache_exists():
             try:
-                _open_store(Path(folder), f"{xr.process_index()} of {xr.process_count()}")
+                _open_cache(Path(folder), f"{xr.process_index()} of {xr.process_count()}")
             except (OSError, NotImplementedError) as error:
                 warnings.warn(f"no compilation cache in this process: {error}", stacklevel=2)
     return fn(*args)
 
 
-def _open_store(folder: Path, part: str) -> None:
+def _open_cache(folder: Path, part: str) -> None:
     on = _platform_name()
     repair_client(on)
     about = describe_kind(on, part)

@@ -64,7 +64,7 @@ def messages() -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class TraceEvent:
+class ProfileEvent:
     name: str
     shown: str
     begin: float
@@ -79,27 +79,27 @@ class Plane:
     """
 
     def __init__(self, message: Any) -> None:
-        self.name = _decode(message.name)
+        self.name = _utf8(message.name)
         self._lines = message.lines
-        self._stats = {entry.key: _decode(entry.value.name) for entry in message.stat_metadata}
+        self._stats = {entry.key: _utf8(entry.value.name) for entry in message.stat_metadata}
         self.kinds = {
             entry.key: (
-                _decode(entry.value.name),
-                _decode(entry.value.display_name),
+                _utf8(entry.value.name),
+                _utf8(entry.value.display_name),
                 self._read(entry.value.stats),
             )
             for entry in message.event_metadata
         }
 
-    def events(self, line: str = "") -> Iterator[TraceEvent]:
+    def events(self, line: str = "") -> Iterator[ProfileEvent]:
         for one in self._lines:
-            if line in ("", _decode(one.name)):
+            if line in ("", _utf8(one.name)):
                 for event in one.events:
                     name, shown, stats = self.kinds.get(event.metadata_id, ("", "", {}))
                     begin = 1e-9 * one.timestamp_ns + 1e-12 * event.offset_ps
                     end = begin + 1e-12 * max(event.duration_ps, 0)
                     own = self._read(event.stats) if event.stats else {}
-                    yield TraceEvent(name, shown, begin, end, {**stats, **own})
+                    yield ProfileEvent(name, shown, begin, end, {**stats, **own})
 
     def _read(self, stats: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -108,14 +108,14 @@ class Plane:
             if given:
                 value = getattr(stat, given[-1])
                 if given[-1] == "str_value":
-                    value = _decode(value)
+                    value = _utf8(value)
                 elif given[-1] == "ref_value":
                     value = self._stats.get(value, "")
                 found[self._stats.get(stat.metadata_id, "")] = value
         return found
 
 
-def _decode(data: bytes) -> str:
+def _utf8(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
@@ -280,7 +280,7 @@ def _recorded_step(source: str, planes: list[Plane]) -> RecordedStep:
     )
 
 
-def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, TraceEvent]]]:
+def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, ProfileEvent]]]:
     """The name of a chip that ran something, or the host; its (instruction, program, event)."""
     for plane in sorted(planes, key=lambda plane: plane.name):
         if _DEVICE.fullmatch(plane.name):
@@ -299,7 +299,7 @@ def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, TraceEvent]]
     raise ValueError("no device ran anything during the recording: record later steps")
 
 
-def _instruction_name(event: TraceEvent) -> str:
+def _instruction_name(event: ProfileEvent) -> str:
     """The name of the instruction; on a TPU, ``event.name`` is its full text."""
     shown = event.shown or str(event.stats.get("hlo_op", ""))
     match = _NAME.match(shown or event.name)
@@ -312,8 +312,8 @@ def _unsigned(text: str) -> str:
 
 
 def _main_program(
-    planes: list[Plane], events: list[tuple[str, str, TraceEvent]]
-) -> tuple[RecordedProgram, dict[str, list[TraceEvent]]]:
+    planes: list[Plane], events: list[tuple[str, str, ProfileEvent]]
+) -> tuple[RecordedProgram, dict[str, list[ProfileEvent]]]:
     """The program with module names that took most time, and its events by instruction."""
     spent: dict[str, float] = {}
     for _, key, event in events:
@@ -326,7 +326,7 @@ def _main_program(
         for key in {base, _unsigned(number.removesuffix(")"))} & spent.keys():
             protos.setdefault(key, []).extend(some)
     for key in sorted(protos, key=lambda key: -spent[key]):
-        ran: dict[str, list[TraceEvent]] = {}
+        ran: dict[str, list[ProfileEvent]] = {}
         for op, of, event in sorted(events, key=lambda one: one[2].begin):
             if of == key:
                 ran.setdefault(op, []).append(event)
@@ -344,7 +344,7 @@ def _main_program(
     )
 
 
-def _require_alone(program: RecordedProgram, ran: dict[str, list[TraceEvent]]) -> None:
+def _require_alone(program: RecordedProgram, ran: dict[str, list[ProfileEvent]]) -> None:
     """Raise ValueError if several programs of one name ran: those of CPU ranks have no numbers."""
     counts = {len(some) for op, some in ran.items() if program.times.get(op) == 1}
     if not ran.keys() <= program.times.keys() or len(counts) > 1:
@@ -355,7 +355,7 @@ def _require_alone(program: RecordedProgram, ran: dict[str, list[TraceEvent]]) -
 
 
 def _slots(
-    program: RecordedProgram, window: Mapping[str, list[TraceEvent]], begin: float
+    program: RecordedProgram, window: Mapping[str, list[ProfileEvent]], begin: float
 ) -> list[Slot]:
     slots = []
     for op, events in window.items():
@@ -377,7 +377,7 @@ def _slots(
 
 
 def _shares(
-    program: RecordedProgram, mine: dict[str, list[TraceEvent]], executions: int
+    program: RecordedProgram, mine: dict[str, list[ProfileEvent]], executions: int
 ) -> list[Share]:
     def seconds(op: str) -> float:
         return sum(event.end - event.begin for event in mine.get(op, ())) / executions

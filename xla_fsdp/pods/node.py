@@ -100,7 +100,7 @@ class Node:
             accelerator=_text_of(answer, "acceleratorType").rpartition("/")[2],
             runtime=_text_of(answer, "runtimeVersion") or _text_of(answer, "tensorflowVersion"),
             endpoints=_endpoints(answer),
-            symptoms=tuple(map(_symptom, _list_of(answer, "symptoms")[-_SYMPTOMS:])),
+            symptoms=tuple(map(_symptom, _mappings_of(answer, "symptoms")[-_SYMPTOMS:])),
             maintenance=_maintenance(answer.get("upcomingMaintenance")),
             spot=spot,
         )
@@ -108,7 +108,7 @@ class Node:
 
 def _endpoints(answer: Mapping) -> tuple[Endpoint, ...]:
     # In v1, a node with a single worker may have the worker's address in the node itself.
-    stated = _list_of(answer, "networkEndpoints") or [answer]
+    stated = _mappings_of(answer, "networkEndpoints") or [answer]
     found = []
     for endpoint in stated:
         access = endpoint.get("accessConfig")
@@ -135,7 +135,7 @@ def _maintenance(stated: Any) -> str:
     return f"{kind} from {start or 'an unknown time'}"
 
 
-def _list_of(answer: Mapping, key: str) -> list[Mapping]:
+def _mappings_of(answer: Mapping, key: str) -> list[Mapping]:
     value = answer.get(key)
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 

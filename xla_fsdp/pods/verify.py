@@ -274,7 +274,7 @@ def judge_programs(notes: Sequence[Mapping[str, Any]]) -> Finding:
     if first["losses"] != second["losses"]:
         remedy = "do not use enable_compilation_cache here; report it with this file"
         return failed(name, f"{found}; the losses differ", expected, remedy)
-    return _finding(name, not second["compiled"], found, expected)
+    return _judged(name, not second["compiled"], found, expected)
 
 
 def judge_death(note: Mapping[str, Any], ranks: int) -> Finding:
@@ -288,7 +288,7 @@ def judge_death(note: Mapping[str, Any], ranks: int) -> Finding:
     return failed(name, found, expected, remedy)
 
 
-def _finding(name: str, is_close: bool, found: str, expected: str) -> Finding:
+def _judged(name: str, is_close: bool, found: str, expected: str) -> Finding:
     return Finding(Status.OK if is_close else Status.DIFFERENT, name, found, expected)
 
 
@@ -301,7 +301,7 @@ def judge_rate(rate: Rate) -> Iterator[Finding]:
         return
     share = rate.value / rate.published
     small = rate.unit == "FLOP" and rate.amount < 1e11  # too small for full use
-    yield _finding(
+    yield _judged(
         rate.name,
         small or _is_within(share, _FIGURE),
         f"{rate.value / 1e9:,.0f} G{rate.unit}/s, {share:.0%} of the published figure",
@@ -318,7 +318,7 @@ def judge_collectives(times: Sequence[CollectiveTime]) -> Iterator[Finding]:
         if one.modelled is None:
             continue
         share = one.modelled / one.seconds
-        yield _finding(
+        yield _judged(
             f"{kind}, {axis}",
             _is_within(share, _FIGURE),
             f"{one.bytes / 1e6:.0f} MB in {milliseconds(one.seconds, 3)}, "
@@ -344,7 +344,7 @@ def judge_steps(runs: Sequence[StepRun], on_tpu: bool) -> Iterator[Finding]:
         if on_tpu and ours.hbm is not None and ours.planned_hbm is not None:
             share = ours.hbm / ours.planned_hbm
             mib = ours.hbm / 2**20
-            yield _finding(
+            yield _judged(
                 f"HBM of {name}",
                 _is_within(share, _MEMORY),
                 f"peak of {mib:,.0f} MiB since the process began, {share:.2f} x of the plan",
@@ -362,7 +362,7 @@ def _compare_with_intree(name: str, ours: StepRun, other: StepRun) -> Finding:
     if not apart <= _LOSSES:
         remedy = "one of the two computes wrong losses here; report it with this file"
         return failed(title, found, expected, remedy)
-    return _finding(title, ours.seconds <= 1.05 * other.seconds, found, expected)
+    return _judged(title, ours.seconds <= 1.05 * other.seconds, found, expected)
 
 
 def _compare_with_plan(name: str, ours: StepRun, planned: float) -> Finding:
@@ -371,7 +371,7 @@ def _compare_with_plan(name: str, ours: StepRun, planned: float) -> Finding:
     if ours.host > 0.9 * ours.seconds:
         found += f"; tracing on the host takes {milliseconds(ours.host)}, which limits the step"
     expected = f"{milliseconds(planned)} by the plan"
-    return _finding(f"plan of {name}", _is_within(share, _STEP), found, expected)
+    return _judged(f"plan of {name}", _is_within(share, _STEP), found, expected)
 
 
 def calibrate(

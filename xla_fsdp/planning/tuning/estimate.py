@@ -245,7 +245,7 @@ class Estimates:
         state = (facts.state + 4 * sum(unit.facts.trainable for unit in units)) / shared
         gathered = [units] if settings.units == "model" else [[unit] for unit in units]
         programs = 2 + 2 * settings.scan_prefetch if settings.scan else len(units)
-        working = _activations(units) + CODE_BYTES * programs + _full_bytes(gathered, settings)
+        working = _activations(units) + CODE_BYTES * programs + _peak_of_full(gathered, settings)
         return state + facts.inputs, working
 
     def routes_matter(self, settings: ShardingSettings) -> bool:
@@ -303,7 +303,7 @@ def _activations(units: Sequence[_UnitEstimate]) -> float:
     return sum(on_device) + sum(on_host) + again + working
 
 
-def _full_bytes(gathered: Sequence[Sequence[_UnitEstimate]], settings: ShardingSettings) -> float:
+def _peak_of_full(gathered: Sequence[Sequence[_UnitEstimate]], settings: ShardingSettings) -> float:
     """The most bytes of full parameters and full gradients at the same time."""
     early = settings.scan_prefetch if settings.scan else settings.forward_prefetch
     at_a_time = 2 if early else 1

@@ -79,7 +79,7 @@ class CpuRuntime:
         self.unfinished = []
         if size > 1:
             look_up_operators()
-        settings = _environment(size)
+        settings = _cpu_environment(size)
         if not xlac.runtime_has_started():
             require_folder_is_chosen()
             os.environ.update(settings)
@@ -121,7 +121,7 @@ class CpuRuntime:
             anchor.grad = None
 
 
-def _environment(size: int) -> dict[str, str]:
+def _cpu_environment(size: int) -> dict[str, str]:
     return {
         xenv.PJRT_DEVICE: "CPU",
         "CPU_NUM_DEVICES": str(size),
