@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.ckpt_prefix is None:  # checked here, after misspelt options were named
         parser.error("the following arguments are required: --ckpt_prefix")
     try:
-        print(_run(arguments))
+        print(_execute(arguments))
     except CheckpointError as error:
         # File names and messages of libraries may have line breaks.
         message = str(error).replace("\r", "\\r").replace("\n", "\\n")
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(arguments: argparse.Namespace) -> str:
+def _execute(arguments: argparse.Namespace) -> str:
     prefix, save_path = arguments.ckpt_prefix, arguments.save_path
     common: dict[str, Any] = {
         "suffix": arguments.ckpt_suffix,

@@ -68,7 +68,7 @@ def begin(
 ) -> list[saving.IncompleteSave]:
     """What ``save_checkpoint`` does on ``world`` ranks before they write: one object per rank."""
     store, folder = saving.open_store(str(root))
-    save_id, version = saving._prepare(store, folder, step)
+    save_id, version = saving._start_save(store, folder, step)
     place = CheckpointFolder(step, version)
     return [
         saving.IncompleteSave(

@@ -27,7 +27,7 @@ def make(blocks=2, steps=3, **changes):
             ready = bool(block % 2)
             name, ranks = f"all-gather.{place}", (tuple(range(8)),)
             collectives.append(
-                records.Collective(
+                records.CompiledCollective(
                     "all-gather", 8_000_000, ranks, index=place, done=place + 2 * ready, name=name,
                     asked="all-gather", dtype="bf16", group_size=8, wire_bytes=7_000_000,
                     asynchronous=ready, overlap_cycles=100 * ready, module=module, phase=phase,

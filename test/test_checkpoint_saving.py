@@ -17,7 +17,7 @@ from zoo import Scaled
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.checkpoint import rank_exchange, saving
-from xla_fsdp.checkpoint.loading import Reader, prepare
+from xla_fsdp.checkpoint.loading import Reader, prepare_load
 from xla_fsdp.checkpoint.rank_exchange import RankExchange
 from xla_fsdp.consolidate import errors
 from xla_fsdp.consolidate.errors import OtherRankError, UnsupportedValueError
@@ -331,7 +331,7 @@ def _groups(rank, folder):
     with pytest.raises((ValueError, OtherRankError), match="pass replication_groups"):
         xla_fsdp.save_checkpoint(folder, independent, step=2)
     checkpoint = ShardedCheckpoint(folder)
-    prepare(Reader(checkpoint, RankExchange()), model, None, None, True, False)
+    prepare_load(Reader(checkpoint, RankExchange()), model, None, None, True, False)
     return sorted(checkpoint._files)
 
 

@@ -28,8 +28,8 @@ from xla_fsdp.planning.tracing.step import trace_step
 from xla_fsdp.tpu import chips
 from xla_fsdp.tpu.calibration import Calibration
 from xla_fsdp.tpu.chips import CHIPS, GIB, LAUNCH
-from xla_fsdp.tpu.links import OneCollective, collective_seconds, describe
-from xla_fsdp.tpu.topology import UnknownTopologyError, names, resolve
+from xla_fsdp.tpu.links import OneCollective, collective_seconds, describe_links
+from xla_fsdp.tpu.topology import UnknownTopologyError, resolve, slice_names
 
 # Multiplier units of each chip times their size; see chips.py for v6e.
 MULTIPLIERS = {
@@ -67,7 +67,7 @@ def test_tpu7x_has_two_devices_that_exchange_inside_the_chip():
     ):
         seconds = collective_seconds(OneCollective(kind, 10**9, groups), where)
         assert seconds == pytest.approx(LAUNCH + size / 1080e9)
-    assert "exchange at 1080 GB/s" in describe(where)
+    assert "exchange at 1080 GB/s" in describe_links(where)
     # tpu-recipes measure 178.8 GB/s a device for 403 MB on 2x2x1.
     size = 403 * 10**6
     seconds = collective_seconds(OneCollective("all-gather", size, (tuple(range(8)),)), where)
@@ -91,7 +91,7 @@ def added():
 
 def test_a_new_record_has_named_slices():
     with added():
-        assert {"v9pod-8", "v9pod-16", "v9pod-128", "v9pod-1024"} <= set(names())
+        assert {"v9pod-8", "v9pod-16", "v9pod-128", "v9pod-1024"} <= set(slice_names())
         for name in ("v9pod-16", "v9x-16", "v9pod:2x2x2", "v9x:2x2x2"):
             where = resolve(name)
             assert (where.chip, where.shape, where.devices) == (MADE_UP, (2, 2, 2), 16)
@@ -115,7 +115,9 @@ def test_a_new_record_has_times_and_routes():
         gather = OneCollective("all-gather", 8 * 10**6, (tuple(range(8)),))
         expected = LAUNCH + 2e-6 + 7e6 / (2 * 100e9)
         assert collective_seconds(gather, where) == pytest.approx(expected)
-        assert "100 GB/s a link" in describe(where) and "(bandwidth: made up)" in describe(where)
+        assert "100 GB/s a link" in describe_links(
+            where
+        ) and "(bandwidth: made up)" in describe_links(where)
         found = routes_for(MADE_UP.device_kind, attributes_of(where))
         assert found is not None and found.slice.chip is MADE_UP
         assert found.gather(8 * 10**6).seconds == pytest.approx(expected)

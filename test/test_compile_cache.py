@@ -151,7 +151,7 @@ def test_a_second_start_compiles_nothing_and_trains_the_same(run_script, tmp_pat
     large.write_bytes(data)
     half.write_bytes(half.read_bytes()[: half.stat().st_size // 2])
     empty.write_bytes(b"")
-    dead = large.parent / f"run-{cache._host()}-{2**22 + 1}-abc"
+    dead = large.parent / f"run-{cache._host_name()}-{2**22 + 1}-abc"
     dead.mkdir()
     (dead / "17").write_bytes(b"half a")
     (large.parent / "17").write_bytes(b"not ours")
@@ -212,12 +212,12 @@ def opened(tmp_path, monkeypatch):
     # Files are kept when a test says so: on a slow machine the second would be over at any time.
     monkeypatch.setattr(cache, "_SECONDS_BETWEEN_LOOKS", 3600.0)
 
-    def open_run(limit=1 << 30, began=lambda: True):
+    def open_session(limit=1 << 30, began=lambda: True):
         place = tmp_path.resolve() / "store"
-        runs.append(cache.open_run(place, "cpu-1", {"a": "b"}, limit, began))
+        runs.append(cache.open_session(place, "cpu-1", {"a": "b"}, limit, began))
         return runs[-1]
 
-    yield open_run
+    yield open_session
     for run in runs:
         run.end()
 
@@ -263,7 +263,7 @@ class TestStore:
             assert time.monotonic() < until
             time.sleep(0.1)
         second.end()
-        (kind / f"loading-{cache._host()}-4194305").touch()  # no process has this number
+        (kind / f"loading-{cache._host_name()}-4194305").touch()  # no process has this number
         (kind / "loading-elsewhere-4194305").touch()
         with pytest.warns(UserWarning, match="ended before its first program was loaded"):
             third = opened()

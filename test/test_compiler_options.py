@@ -21,7 +21,15 @@ from xla_fsdp.planning.compiling.progress import Progress
 from xla_fsdp.planning.tracing.traced import PartitionedProgram
 from xla_fsdp.ranks import launch, spawned
 from xla_fsdp.tpu.chips import CHIPS
-from xla_fsdp.tpu.libtpu_flags import Refusal, library, read, refusal, with_last, without, written
+from xla_fsdp.tpu.libtpu_flags import (
+    Refusal,
+    library,
+    parse_arguments,
+    refusal,
+    to_arguments,
+    with_last,
+    with_undefok,
+)
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
 # For each family a slice, and what torch_xla 2.9 adds beside its four flags for all.
@@ -61,7 +69,7 @@ def launched(version, user):
     with (
         mock.patch.object(tpu, "version", lambda: version),
         mock.patch.object(tpu, "num_available_chips", lambda: 4),
-        mock.patch.object(spawned, "run", run),
+        mock.patch.object(spawned, "run_spawned", run),
         environment(PJRT_DEVICE="TPU", LIBTPU_INIT_ARGS=user),
     ):
         torch_xla._setup_default_env()
@@ -119,7 +127,7 @@ def test_the_same_in_a_launch_and_in_a_plan():
             config = request["topology_options"].get("chip_config_name")
             assert config == megacore, (topology, config)
 
-            told = read(request["arguments"])
+            told = parse_arguments(request["arguments"])
             if user:  # torch_xla takes a name without dashes for given, and libtpu ignores it
                 further = {k: v for k, v in further.items() if k != "xla_enable_async_all_gather"}
             assert told.items() >= further.items() and not set(told) & (V5.keys() - further)
@@ -130,7 +138,9 @@ def test_the_same_in_a_launch_and_in_a_plan():
                 assert told["xla_tpu_use_enhanced_launch_barrier"] == "true"
             assert refusal(request["arguments"], library()) == Refusal()
             # What the users of in-tree get.
-            assert set(read(plain["arguments"])) == ({*told} - {*OPTIONS}) | {*read(user)}
+            assert set(parse_arguments(plain["arguments"])) == ({*told} - {*OPTIONS}) | {
+                *parse_arguments(user)
+            }
 
 
 @pytest.mark.slow
@@ -142,7 +152,7 @@ def test_read_as_libtpu_reads():
         "--xla_tpu_prefer_async_allgather_to_allreduce --xla_gone=1 xla_jf_crs_combiner=no "
         "-- --xla_tpu_sliced_prefetch_max_slices=9"
     )
-    names = read(arguments)
+    names = parse_arguments(arguments)
     assert names == {
         "xla_tpu_sliced_prefetch_max_slices": "3",
         "xla_tpu_enable_flash_attention": "false",
@@ -155,11 +165,13 @@ def test_read_as_libtpu_reads():
       -> tensor<8x128xf32> { %y = stablehlo.add %x, %x : tensor<8x128xf32>
       return %y : tensor<8x128xf32> } }"""
     program = PartitionedProgram(text.encode(), "doubled", False, 4, ("x",), {}, 1, 4, 1.0)
-    over = with_last(without(arguments, ["xla_gone"]), {"xla_tpu_sliced_prefetch_max_slices": "5"})
+    over = with_last(
+        with_undefok(arguments, ["xla_gone"]), {"xla_tpu_sliced_prefetch_max_slices": "5"}
+    )
     target = Target.of("v5e:2x2", None, "xla_fsdp", None, False, Progress(None))
     compiled = [
         target.compile(program, HostOptions(one, None, dict.fromkeys(names, "a test")))
-        for one in (without(arguments, ["xla_gone"]), over)
+        for one in (with_undefok(arguments, ["xla_gone"]), over)
     ]
     del names["xla_gone"]
     assert compiled[0].options == names
@@ -189,17 +201,17 @@ def test_options_for_large_matmuls_are_those_of_the_chips(tmp_path, monkeypatch)
         add_to_environment(for_large_matmuls())
         add_to_environment()
         told = os.environ["LIBTPU_INIT_ARGS"]
-        assert read(told) == {**OPTIONS, VMEM: kib}
+        assert parse_arguments(told) == {**OPTIONS, VMEM: kib}
         assert refusal(told, library()) == Refusal()
 
 
 def test_refused_by_the_installed_libtpu():
-    assert refusal(" ".join(written(compiler_options.ON_SPARSE_CORES)), library()) == Refusal()
+    assert refusal(" ".join(to_arguments(compiler_options.ON_SPARSE_CORES)), library()) == Refusal()
     unknown = refusal("--xla_no_such=1 --noxla_other --xla_tpu_enable_flash_attention", library())
     assert unknown == Refusal(("xla_no_such", "noxla_other"))
     (said,) = refusal("--xla_tpu_enable_flash_attention=perhaps", library()).illegal
     assert "Illegal value 'perhaps'" in said
     assert refusal("--flagfile=/no/such/file", library()).illegal
     assert refusal("--xla_no_such", "/no/libtpu.so") == refusal("--xla_no_such", None) == Refusal()
-    kept = without("--undefok=a,b --xla_x=1 -- --undefok=c", ["xla_x", "b"])
+    kept = with_undefok("--undefok=a,b --xla_x=1 -- --undefok=c", ["xla_x", "b"])
     assert kept == "--undefok=a,b,xla_x --xla_x=1 -- --undefok=c"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from xla_fsdp.planning.program.assignment import read_assignment
-from xla_fsdp.planning.program.collectives import parse_groups
+from xla_fsdp.planning.program.compiled_collectives import parse_groups
 from xla_fsdp.planning.program.hlo import leaves, parse_module, read_shape
 from xla_fsdp.planning.program.schedule import read_schedule
-from xla_fsdp.planning.program.scopes import asked, scope
+from xla_fsdp.planning.program.scopes import asked, parse_scope
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_groups_that_are_none(text):
     ],
 )
 def test_scopes(name, expected):
-    assert scope(name) == expected
+    assert parse_scope(name) == expected
 
 
 def test_what_was_asked_for():

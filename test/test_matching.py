@@ -14,7 +14,7 @@ from xla_fsdp.checkpoint.matching import (
     match_model,
     match_optimizer,
 )
-from xla_fsdp.checkpoint.optimizers import elementwise_keys, members_of_groups
+from xla_fsdp.checkpoint.optimizer_state import elementwise_keys, members_of_groups
 from xla_fsdp.checkpoint.readable_tensor import ReadableTensor
 from xla_fsdp.checkpoint.value_loading import load_model_values, load_optimizer_values, read_to_host
 from xla_fsdp.consolidate.errors import ModelMismatchError

@@ -14,7 +14,7 @@ from torch import nn
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp.integrations.lightning.settings import Settings
+from xla_fsdp.integrations.lightning.wrap_settings import WrapSettings
 from xla_fsdp.integrations.sharding import Sharding
 from xla_fsdp.sharding.options import (
     FULLY_SHARD,
@@ -149,7 +149,7 @@ def test_options_are_known_removed_or_without_effect_everywhere(rank):
 def test_integrations_check_options_before_there_are_ranks():
     for make in (
         lambda options: Sharding(options),
-        lambda options: Settings(None, None, "full", options),
+        lambda options: WrapSettings(None, None, "full", options),
     ):
         make({"compute_dtype": torch.bfloat16, "reshard_after_forward": 2})
         make({"pin_layout_in_collective_ops": False, "coalesce_all_gather_ops": True})
@@ -166,7 +166,7 @@ def test_integrations_check_options_before_there_are_ranks():
             with pytest.raises(error, match=re.escape(allowed)):
                 make({name: value})
     with pytest.raises(ValueError, match="must be one of FULL_SHARD"):
-        Settings(None, None, "full", {"sharding_strategy": "SOME"})
+        WrapSettings(None, None, "full", {"sharding_strategy": "SOME"})
 
 
 def test_signatures_show_the_options():

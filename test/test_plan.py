@@ -25,12 +25,12 @@ import xla_fsdp
 from xla_fsdp import ShardingStrategy, XlaFullyShardedDataParallel, plan
 from xla_fsdp.compiled.host_options import HostOptions
 from xla_fsdp.planning.compiling import compiler
-from xla_fsdp.planning.compiling.cache import CompiledStep, PlanCache
 from xla_fsdp.planning.compiling.compiler import Target
+from xla_fsdp.planning.compiling.plan_cache import CompiledStep, PlanCache
 from xla_fsdp.planning.compiling.progress import Progress
-from xla_fsdp.planning.program.collectives import find_collectives, wire_bytes
+from xla_fsdp.planning.program.compiled_collectives import find_collectives, wire_bytes
 from xla_fsdp.planning.program.hlo import parse_module
-from xla_fsdp.planning.program.places import line_up
+from xla_fsdp.planning.program.places import inline_schedule
 from xla_fsdp.planning.records import CompilerMemory
 from xla_fsdp.planning.tracing.step import trace_step
 from xla_fsdp.planning.tracing.traced import TracedProgram
@@ -126,7 +126,7 @@ def test_wire_bytes_are_those_of_the_traced_program(cache):
         program = trace_step(step, 0, 8, target.where).program
         compiled = target.compile(program, target.host())
         assert compiled.from_cache
-        traced = find_collectives(line_up(parse_module(compiled.traced))).collectives
+        traced = find_collectives(inline_schedule(parse_module(compiled.traced))).collectives
         predicted = sum(c.wire_bytes * c.times for c in traced)
         found = sum(
             wire_bytes(c.asked or c.kind, c.bytes, c.group_size) * c.times

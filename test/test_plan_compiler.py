@@ -32,9 +32,9 @@ from xla_fsdp.plan_compiler import (
     install,
     main,
 )
-from xla_fsdp.planning.compiling.cache import PlanCache
 from xla_fsdp.planning.compiling.compile_child import Names, _leave_out_tilings
 from xla_fsdp.planning.compiling.compiler import Target
+from xla_fsdp.planning.compiling.plan_cache import PlanCache
 from xla_fsdp.planning.compiling.progress import Progress
 from xla_fsdp.planning.tracing.traced import PartitionedProgram
 from xla_fsdp.tpu.chips import CHIPS

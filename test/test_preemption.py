@@ -111,7 +111,7 @@ pjrt.plugins.default = lambda: SimpleNamespace(
     physical_chip_count=lambda: 2, configure_multiprocess=lambda *_: None
 )
 pjrt._merge_replica_results = dict  # both are rank 0 of their world
-spawned.run(train, sys.argv[1:])
+spawned.run_spawned(train, sys.argv[1:])
 """
 
 

@@ -17,7 +17,7 @@ from xla_fsdp.pods import commands
 from xla_fsdp.pods.commands import run_all
 from xla_fsdp.pods.findings import Status, by_worker, ok
 from xla_fsdp.pods.worker_checks import GIB, OLDEST_PYTHON, PINS, check_looks
-from xla_fsdp.pods.workers import Answer
+from xla_fsdp.pods.workers import WorkerAnswer
 
 PACKAGES = {"torch": "2.9.0", "torch_xla": "2.9.0", "libtpu": "0.0.21", "xla_fsdp": "0.1.0"}
 
@@ -329,7 +329,7 @@ def look(**changes):
         "users": [], "foreign_lock": False, "memory": [100 * GIB, 90 * GIB],
         "cache_free": 50 * GIB,
     }  # fmt: skip
-    return Answer(stated | changes, "", started=999.0, ended=1003.0)
+    return WorkerAnswer(stated | changes, "", started=999.0, ended=1003.0)
 
 
 def check(name, *answers):

@@ -17,7 +17,7 @@ import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import fully_shard
 from xla_fsdp.collectives.random_state import DeviceRandomState
-from xla_fsdp.integrations.saving import save_whole
+from xla_fsdp.integrations.full_weights import save_whole
 
 WIDTH, LOADS = 6, 7
 

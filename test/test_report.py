@@ -11,7 +11,7 @@ import numpy
 import pytest
 from reports import GIB, given_up, make, refused
 
-from xla_fsdp.planning.compiling.cache import CompiledStep
+from xla_fsdp.planning.compiling.plan_cache import CompiledStep
 from xla_fsdp.planning.make_report import report_on_parts
 from xla_fsdp.planning.records import Buffer, CompilerMemory
 from xla_fsdp.planning.reporting.page import page

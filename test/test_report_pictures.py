@@ -14,7 +14,7 @@ from xla_fsdp.planning.records import HostCopy, Op, Schedule
 from xla_fsdp.planning.reporting.page import page as report_html
 from xla_fsdp.planning.reporting.pictures import COLORS, canvas, draw, draw_lanes, hbm, png, trace
 from xla_fsdp.planning.reporting.report import Report
-from xla_fsdp.planning.reporting.tables import units
+from xla_fsdp.planning.reporting.tables import unit_names
 from xla_fsdp.planning.timing import time_step
 from xla_fsdp.tpu.topology import resolve
 
@@ -157,9 +157,9 @@ def test_html_escapes_names():
 
 def test_units_aggregate_blocks():
     names = ["blocks.0.attn.qkv", "blocks.11.norm", "embed.proj", "", "_fsdp.head"]
-    assert list(map(units(names).get, names)) == ["blocks.0", "blocks.11", "embed", "", "head"]
+    assert list(map(unit_names(names).get, names)) == ["blocks.0", "blocks.11", "embed", "", "head"]
     names = ["model.layers.3.mlp.0", "model.norm", "lm_head"]
-    assert list(map(units(names).get, names)) == ["model.layers.3", "model.norm", "lm_head"]
+    assert list(map(unit_names(names).get, names)) == ["model.layers.3", "model.norm", "lm_head"]
 
 
 def test_curve_of_many_operations_has_the_peak_and_all_purposes():

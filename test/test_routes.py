@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from xla_fsdp.collectives.routes import Routes, attributes_of, require_collective_routes, routes_for
-from xla_fsdp.tpu.topology import names, resolve
+from xla_fsdp.tpu.topology import resolve, slice_names
 
 MB = 10**6
 
@@ -43,7 +43,7 @@ def gathered(route, size):
     return held
 
 
-SMALL = [name for name in names() if resolve(name).devices <= 128]
+SMALL = [name for name in slice_names() if resolve(name).devices <= 128]
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -32,10 +32,10 @@ from xla_fsdp.ranks.errors import RankError
 from xla_fsdp.ranks.rank import current_rank
 from xla_fsdp.tpu.slices import (
     VARIABLES,
-    PlaceAmongSlices,
+    MultisliceConfig,
     equal_parts,
-    place_among_slices,
     ranks_by_slice,
+    read_multislice_config,
 )
 from xla_fsdp.tpu.topology import resolve
 
@@ -55,15 +55,15 @@ def said(count="2", number="1", coordinator="10.0.0.2:8080", port="8080"):
         (said("", "", "", ""), None),  # emptied is not there
         (said("1"), None),  # one of several, alone
         (said(None, "0", None), None),  # so is that
-        (said(), PlaceAmongSlices(2, 1, "10.0.0.2")),
-        (said("16", " 0 ", "vit-0-0.vit", None), PlaceAmongSlices(16, 0, "vit-0-0.vit")),
-        (said(port="8082"), PlaceAmongSlices(2, 1, "10.0.0.2", 8082)),
-        (said(coordinator="dns:///head:1234"), PlaceAmongSlices(2, 1, "head")),
-        (said(coordinator="[fd00::2]:8080"), PlaceAmongSlices(2, 1, "[fd00::2]")),
+        (said(), MultisliceConfig(2, 1, "10.0.0.2")),
+        (said("16", " 0 ", "vit-0-0.vit", None), MultisliceConfig(16, 0, "vit-0-0.vit")),
+        (said(port="8082"), MultisliceConfig(2, 1, "10.0.0.2", 8082)),
+        (said(coordinator="dns:///head:1234"), MultisliceConfig(2, 1, "head")),
+        (said(coordinator="[fd00::2]:8080"), MultisliceConfig(2, 1, "[fd00::2]")),
     ],
 )
 def test_what_the_variables_say(variables, place):
-    assert place_among_slices(variables) == place
+    assert read_multislice_config(variables) == place
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_what_the_variables_say(variables, place):
 )
 def test_variables_that_do_not_fit_together_are_refused(variables, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        place_among_slices(variables)
+        read_multislice_config(variables)
 
 
 def test_ranks_by_what_the_runtime_says_of_devices():
@@ -115,14 +115,14 @@ def tpu_host(monkeypatch):
 def test_the_environment_goes_before_the_metadata_of_a_tpu_vm(tpu_host):
     metadata = {"WORKER_ID": 0, COUNT: 2, NUMBER: 1, COORDINATOR: "10.0.0.2:8080"}
     for given, environment, place in (
-        (metadata, {}, PlaceAmongSlices(2, 1, "10.0.0.2")),
+        (metadata, {}, MultisliceConfig(2, 1, "10.0.0.2")),
         ({"WORKER_ID": 0, COUNT: None, NUMBER: None, COORDINATOR: None}, {}, None),
         (metadata, {COUNT: "1"}, None),
-        (metadata, {COUNT: "3", NUMBER: "2"}, PlaceAmongSlices(3, 2, "10.0.0.2")),
+        (metadata, {COUNT: "3", NUMBER: "2"}, MultisliceConfig(3, 2, "10.0.0.2")),
         ({}, {"PJRT_DEVICE": "CPU", **said()}, None),  # CPU ranks are all in one process
     ):
         tpu_host(given, **environment)
-        assert ours.place() == place
+        assert ours.multislice_config() == place
 
 
 def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
@@ -142,16 +142,16 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
             channel.served().__enter__()
     monkeypatch.delenv(channel._PORT_VARIABLE)
     for variable, slices, place, message in (
-        ("", 3, ours.place(), "slices=3, but MEGASCALE_NUM_SLICES=2. On a TPU"),
+        ("", 3, ours.multislice_config(), "slices=3, but MEGASCALE_NUM_SLICES=2. On a TPU"),
         ("", 2, None, "slices=2, but MEGASCALE_NUM_SLICES is not set, or 1. On"),
         ("2", None, None, "XLA_FSDP_SLICES=2, but MEGASCALE_NUM_SLICES is not set"),
-        ("two", None, ours.place(), "XLA_FSDP_SLICES='two' must be a number of slices"),
+        ("two", None, ours.multislice_config(), "XLA_FSDP_SLICES='two' must be a number of slices"),
     ):
         monkeypatch.setenv("XLA_FSDP_SLICES", variable)
         with pytest.raises(ValueError, match=message):
             ours.require_slices(slices, place)
     monkeypatch.setenv("XLA_FSDP_SLICES", "2")  # as the recipes say it
-    ours.require_slices(None, ours.place())
+    ours.require_slices(None, ours.multislice_config())
     monkeypatch.delenv("XLA_FSDP_SLICES")
     monkeypatch.setattr(xlac, "devices_of_slice", lambda: 8)
     launch._check_device_count(16, 2)
@@ -172,7 +172,7 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
     xlac.configure_process(2, 4)
     assert (configured, os.environ[PORT], fn.fn) == ([(2, 4)], "8083", said)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    ours.prepare_host(ours.place())
+    ours.prepare_host(ours.multislice_config())
     assert os.environ.pop("MASTER_ADDR") == "10.0.0.2"
     # A runtime that knows of one slice only would train, and save, beside the others.
     monkeypatch.setattr(xr, "world_size", lambda: 8)

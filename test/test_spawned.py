@@ -71,7 +71,7 @@ if __name__ == "__main__":
             pool.processes = processes
     Pool.wait_result_broken_or_wakeup = wait_for_the_first
     try:
-        spawned.run(train, sys.argv[1:3])
+        spawned.run_spawned(train, sys.argv[1:3])
     except xla_fsdp.RankError as error:
         cause = error.__cause__
         print(type(cause).__name__, getattr(cause, "code", None), error.rank)

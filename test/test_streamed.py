@@ -293,7 +293,7 @@ def test_plan():
     assert {part.to_device for part in parts if part.times > 1} == {(copies - root) // depth}
     inputs = 2 * rows * width
     # Of the blocks' kept inputs all but its own are beside the last forward's program, at least.
-    assert report.memory.beside >= (depth - 2) * inputs
+    assert report.memory.other_programs >= (depth - 2) * inputs
     assert report.executables == 1 and report.wire_ratio == pytest.approx(1.0, abs=0.1)
     products = 6 * rows * (width * width + depth * 4 * width * width)
     assert report.timing.model_flops == pytest.approx(products, rel=0.01)

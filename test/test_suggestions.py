@@ -10,10 +10,17 @@ from xla_fsdp.compiler_options import limit_scoped_vmem
 from xla_fsdp.planning.program.assignment import Assignment
 from xla_fsdp.planning.program.flops import why_no_kernel
 from xla_fsdp.planning.program.hlo import parse_module
-from xla_fsdp.planning.program.places import line_up
+from xla_fsdp.planning.program.places import inline_schedule
 from xla_fsdp.planning.program.schedule import read_schedule
 from xla_fsdp.planning.program.scopes import Labels
-from xla_fsdp.planning.records import Buffer, Collective, CompilerMemory, HostCopy, Op, Schedule
+from xla_fsdp.planning.records import (
+    Buffer,
+    CompiledCollective,
+    CompilerMemory,
+    HostCopy,
+    Op,
+    Schedule,
+)
 from xla_fsdp.planning.reporting.advice import Situation, suggestions, warnings
 from xla_fsdp.planning.timing import time_step
 from xla_fsdp.planning.tracing.step import TracedStep
@@ -32,7 +39,7 @@ def op(index, ms, phase="forward", **fields):
 
 
 def gather(index, size, phase="forward", kind="all-gather", dtype="bf16", **fields):
-    return Collective(
+    return CompiledCollective(
         kind, size, (RANKS,), index=index, done=index, name=f"{kind}.{index}", asked=kind,
         dtype=dtype, group_size=8, wire_bytes=size * 7 // 8, asynchronous=False, phase=phase,
         **fields,
@@ -48,7 +55,12 @@ UNITS = (unit(""), unit("blocks.0"), unit("blocks.1"))
 
 
 def advice(*what, required=2 * GIB, temporaries=0, capacity=16 * GIB, flops=0.0, **fields):
-    parts = {"ops": Op, "collectives": Collective, "buffers": Buffer, "host_copies": HostCopy}
+    parts = {
+        "ops": Op,
+        "collectives": CompiledCollective,
+        "buffers": Buffer,
+        "host_copies": HostCopy,
+    }
     sorted_ = {name: tuple(w for w in what if isinstance(w, k)) for name, k in parts.items()}
     schedule = Schedule(100, curve=(1,) * 100, peak_index=50, **sorted_)
     figures = required - temporaries, 0, 0, temporaries, 0, required
@@ -335,6 +347,6 @@ ENTRY %main (a: f32[8]) -> f32[8] {{
   ROOT %f = f32[8]{{0}} fusion(%a), kind=kLoop, calls=%fused
 }}
 """
-    line = line_up(parse_module(text))
+    line = inline_schedule(parse_module(text))
     last = line.places[-1].instruction
     assert last.opcode == "fusion" and Labels(line, {}).is_recomputed(last) == again

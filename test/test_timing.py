@@ -2,10 +2,10 @@
 
 import pytest
 
-from xla_fsdp.planning.records import Collective, HostCopy, Op, Schedule
+from xla_fsdp.planning.records import CompiledCollective, HostCopy, Op, Schedule
 from xla_fsdp.planning.timing import time_step
 from xla_fsdp.tpu.chips import DCN_LATENCY, LAUNCH
-from xla_fsdp.tpu.links import Links, collective_seconds, describe
+from xla_fsdp.tpu.links import Links, collective_seconds, describe_links
 from xla_fsdp.tpu.topology import resolve
 
 US = 1e-6
@@ -18,7 +18,7 @@ V3 = resolve("v3-8")  # 2x2 chips of two cores, 82 GB/s
 def collective(kind, size, groups=(), *, ranks=None, index=0, done=None, **fields):
     ranks = ranks or len(groups[0])
     parts = {"all-reduce": 2 * (ranks - 1) / ranks, "collective-permute": 1}
-    return Collective(
+    return CompiledCollective(
         kind, size, tuple(map(tuple, groups)), index=index, done=index if done is None else done,
         name=f"{kind}.{index}", asked="", dtype="bf16", group_size=ranks,
         wire_bytes=int(size * parts.get(kind, (ranks - 1) / ranks)),
@@ -35,7 +35,7 @@ def columns(width, height):
 
 def schedule(*what):
     ops, collectives, copies = (
-        tuple(w for w in what if isinstance(w, kind)) for kind in (Op, Collective, HostCopy)
+        tuple(w for w in what if isinstance(w, kind)) for kind in (Op, CompiledCollective, HostCopy)
     )
     return Schedule(100, ops, collectives, (), (0,) * 100, 0, host_copies=copies)
 
@@ -150,9 +150,9 @@ def test_impossible_groups(kind, groups):
 
 
 def test_description():
-    assert "axes of 8 (line), 16 (ring) chips, 45 GB/s a link" in describe(V5E)
-    assert "Scaling book" in describe(V5E) and "share" in describe(V3)
-    assert "no links" in describe(resolve("v5e-1"))
+    assert "axes of 8 (line), 16 (ring) chips, 45 GB/s a link" in describe_links(V5E)
+    assert "Scaling book" in describe_links(V5E) and "share" in describe_links(V3)
+    assert "no links" in describe_links(resolve("v5e-1"))
 
 
 MS = 1e-3
@@ -237,7 +237,9 @@ def test_time_between_slices():
     )
     assert links.seconds(gather) == pytest.approx(LAUNCH + DCN_LATENCY + 10e6 / 3.125e9)
     assert links.seconds(reduce) == pytest.approx(LAUNCH + 2 * DCN_LATENCY + 20e6 / 3.125e9)
-    assert "3.125 GB/s a chip" in describe(where) and "slices" not in describe(resolve("v4-8"))
+    assert "3.125 GB/s a chip" in describe_links(where) and "slices" not in describe_links(
+        resolve("v4-8")
+    )
     with pytest.raises(ValueError, match="v3 are not joined"):
         Links(resolve("v3-8")).seconds(gather)
 

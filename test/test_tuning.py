@@ -18,8 +18,8 @@ from torch import nn
 from xla_fsdp import ShardingSettings, training_step, tune
 from xla_fsdp.compiler_options import for_large_matmuls
 from xla_fsdp.plan_compiler import find_compiler
-from xla_fsdp.planning.compiling.cache import CompiledStep
 from xla_fsdp.planning.compiling.compiler import CompileError, Target
+from xla_fsdp.planning.compiling.plan_cache import CompiledStep
 from xla_fsdp.planning.compiling.progress import Progress
 from xla_fsdp.planning.tracing.units import OnWire
 from xla_fsdp.planning.tuning.api import _extrapolated, _Steps
@@ -118,7 +118,7 @@ def facts(blocks=8, held=GIB, state=8 * GIB, again=()):
     )  # fmt: skip
     block = dataclasses.replace(
         unit, elements=10**7, trainable=10**7, gathered=on_wire(10**7), reduced=on_wire(10**7),
-        forward=5e-3, held=held, held_recomputed=held / 16, is_block=True,
+        forward=5e-3, saved=held, saved_recomputed=held / 16, is_block=True,
         again=again,
     )  # fmt: skip
     several = tuple(dataclasses.replace(block, name=f"blocks.{n}") for n in range(blocks))

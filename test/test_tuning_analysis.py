@@ -13,9 +13,9 @@ from test_tuning import AGAIN, GIB, INNER, ROWS, V3, WIDTH, Network, facts, smal
 from xla_fsdp import ShardingSettings, training_step
 from xla_fsdp.planning.tracing.step import trace_step
 from xla_fsdp.planning.tracing.units import OnWire
-from xla_fsdp.planning.tuning.blocks import find_blocks
 from xla_fsdp.planning.tuning.estimate import Estimates
 from xla_fsdp.planning.tuning.facts import facts_of
+from xla_fsdp.planning.tuning.repeated_blocks import find_blocks
 from xla_fsdp.planning.tuning.search import what_would_fit, with_worthwhile_keeps
 from xla_fsdp.planning.tuning.space import Space, neighbour_group_sizes
 from xla_fsdp.tpu.topology import resolve

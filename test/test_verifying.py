@@ -13,18 +13,26 @@ import torch_xla.core.xla_model as xm
 
 import xla_fsdp
 from xla_fsdp.extras import MissingExtraError
-from xla_fsdp.pods import microbenchmarks, parity, stages, steps, verdict
+from xla_fsdp.pods import microbenchmarks, parity, stages, steps
 from xla_fsdp.pods.findings import Finding, Status
+from xla_fsdp.pods.measurements import CollectiveTime, Job, Machine, Rate, StepRun, read_notes
 from xla_fsdp.pods.microbenchmarks import axes, modelled
-from xla_fsdp.pods.parity import CASES, _compared
+from xla_fsdp.pods.parity import CASES, _parity_finding
 from xla_fsdp.pods.privacy import scrubbed, shown_environment
-from xla_fsdp.pods.records import CollectiveTime, Job, Machine, Rate, StepRun, read_notes
-from xla_fsdp.pods.report import Verification
 from xla_fsdp.pods.steps import Size
-from xla_fsdp.pods.verdict import calibrate, judge_death, judge_programs, judge_steps
-from xla_fsdp.pods.verify import Children
+from xla_fsdp.pods.verification_report import Verification
+from xla_fsdp.pods.verify import (
+    Children,
+    calibrate,
+    describe_machine,
+    judge,
+    judge_collectives,
+    judge_death,
+    judge_programs,
+    judge_steps,
+)
 from xla_fsdp.preflight import main
-from xla_fsdp.tpu.calibration import Calibration, CalibrationError, calibrated, read
+from xla_fsdp.tpu.calibration import Calibration, CalibrationError, calibrated, load_calibration
 from xla_fsdp.tpu.chips import V5E
 from xla_fsdp.tpu.topology import resolve
 
@@ -127,19 +135,19 @@ def test_calibrations_of_others_and_unlikely_ones_are_refused():
         with pytest.raises(CalibrationError, match=message):
             calibrated(resolve("v3-8"), calibration)
     with pytest.raises(TypeError, match="calibration must be a file's path"):
-        read({"family": "v3"})
+        load_calibration({"family": "v3"})
 
 
 def test_wrong_weights_are_found():
     reference = {"losses": torch.tensor([2.0, 1.0]), "w": torch.ones(4)}
     close = {**reference, "w": torch.tensor([1.0, 1.0, 1.00005, 1.0])}
-    assert _compared(CASES[0], close, reference).status is Status.OK
+    assert _parity_finding(CASES[0], close, reference).status is Status.OK
     for wrong in (1.01, float("nan"), float("inf")):
         other = {**reference, "w": torch.tensor([1.0, 1.0, wrong, 1.0])}
-        found = _compared(CASES[0], other, reference)
+        found = _parity_finding(CASES[0], other, reference)
         assert found.status is Status.FAILED and "(w)" in found.found
     missing = {"losses": reference["losses"]}
-    assert _compared(CASES[0], missing, reference).status is Status.FAILED
+    assert _parity_finding(CASES[0], missing, reference).status is Status.FAILED
 
 
 def test_verdicts():
@@ -198,7 +206,7 @@ def test_a_report_is_told_kept_and_drawn(tmp_path):
     )
     findings = (
         Finding(Status.FAILED, "parity", HOSTILE, "equal", "report it"),
-        *verdict.judge_collectives(times),
+        *judge_collectives(times),
     )
     where = Machine("TPU v5 lite", "v5e", 8, "v5e:2x4", {"torch": "2.9.0"}, {"XLA_FLAGS": HOSTILE})
     calibration = calibrate("v5e", times, RATES, slice)
@@ -264,7 +272,7 @@ SMALL = Size(blocks=1, width=16, vocabulary=11, sequence=4, batch=1)
 
 
 ON_TPU = (
-    (stages, "_kind", lambda: "TPU v5 lite"),
+    (stages, "_device_kind", lambda: "TPU v5 lite"),
     (stages, "_slice", lambda: resolve("v5litepod-4")),
     (stages, "SIZE", SMALL),
     (steps, "ON_TPU", {"small": SMALL}),
@@ -284,7 +292,7 @@ def run_stages(rank, job, on_tpu):
             for module, name, value in changes:
                 patches.enter_context(mock.patch.object(module, name, value))
         xm.rendezvous("changed")
-        stages.run(rank, job)
+        stages.run_stages(rank, job)
         xm.rendezvous("run")
         if rank == 0:  # parity computes matmuls in full precision
             torch_xla.backends.set_mat_mul_precision("default")
@@ -314,7 +322,7 @@ def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, m
     stages_here = ("programs", "steps")  # first the peaks of memory, then the steps
     on_two_ranks(run_ranks, tmp_path, *stages_here, on_tpu=True, sizes=("small",))
     children = Children(tmp_path, now() + 100, lambda text: None)
-    where = verdict.describe_machine(read_notes(tmp_path, "where"))
+    where = describe_machine(read_notes(tmp_path, "where"))
     assert (where.family, where.ranks, where.topology) == ("v5e", 2, "v5litepod-4")
     # What is planned, and where: of the slice that is here, the sizes of its kind.
     asked = []
@@ -326,7 +334,7 @@ def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, m
     monkeypatch.setattr(children, "_run", planned)
     children.plan(Job(("steps",), "", "", 0.0), where, None)
     assert asked == [("plan", tuple(steps.ON_TPU), "v5litepod-4", {"PJRT_DEVICE": "CPU"})]
-    found = verdict.judge(tmp_path, children.failures, where, None, stages_here)
+    found = judge(tmp_path, children.failures, where, None, stages_here)
     ours = next(run for run in found.steps if run.lane == "xla_fsdp")
     assert (ours.planned, ours.hbm) == (0.01, 3 << 20) and ours.seconds > 0
     about = {each.name: each for each in found.findings}

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from xla_fsdp.ranks.watchdog import waits
-from xla_fsdp.ranks.watchdog.report import RankPlace, report
-from xla_fsdp.ranks.watchdog.settings import WatchSettings, settings
+from xla_fsdp.ranks.watchdog.hang_report import RankStatus, hang_text
+from xla_fsdp.ranks.watchdog.watch_settings import WatchSettings, watch_settings
 
 # Ranks in processes wait for each other in files, in a function that has its file in torch_xla's
 # folder: no CPU has collectives between processes.
@@ -175,7 +175,7 @@ def next_batch():
 
 torch_xla.launch = functools.partial(torch_xla.launch, start_method="fork")
 try:
-    spawned.run(watched(train, 600.0), ())
+    spawned.run_spawned(watched(train, 600.0), ())
 except xla_fsdp.RankTimeoutError as error:
     print(error.rank, error)
 """
@@ -295,7 +295,7 @@ def train(rank):
         step(rank, f"then{number}")
 
 def process(host, rank):
-    watch._host = lambda: f"host {host}"
+    watch._host_identity = lambda: f"host {host}"
     watch_as(rank, 4)
 
 def launcher(host):
@@ -351,7 +351,7 @@ def test_what_is_compiled_is_work(monkeypatch):
     monkeypatch.setattr(waits, "_counter", lambda name: counts.get(name, 0))
     monkeypatch.setattr(waits.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(waits.time, "process_time", lambda: next(processor))
-    progress = waits.Progress()
+    progress = waits.ProcessProgress()
 
     def look(**more):
         counts.update(more)
@@ -374,7 +374,7 @@ def test_what_is_compiled_is_work(monkeypatch):
 
 def place(rank, steps=7, what=waits.DEVICE, where="a.py:1 in f", **more):
     given = {"silent": 0.0, "stack": "  one\n", "ended": False, "process": f"process {rank}"}
-    return RankPlace(rank, steps, what=what, where=where, **{**given, **more})
+    return RankStatus(rank, steps, what=what, where=where, **{**given, **more})
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ def place(rank, steps=7, what=waits.DEVICE, where="a.py:1 in f", **more):
     ],
 )
 def test_who_is_named(odd, words):
-    head, text, _ = report([*map(place, range(5)), *odd], 700.4, 600.0)
+    head, text, _ = hang_text([*map(place, range(5)), *odd], 700.4, 600.0)
     assert head.startswith("no rank has made progress for 700 s (timeout=600); ")
     assert words in head
     assert re.match(r"  ranks 0-(4|4, 6|6): waiting for the device or other ranks, at a.py:1", text)
@@ -401,13 +401,13 @@ def test_who_is_named(odd, words):
 def test_a_slice_is_named_as_a_whole_and_long_reports_are_cut():
     lost = [place(rank, silent=9.0 if rank > 3 else 0.0) for rank in range(8)]
     two = ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert "silent: ranks 4-7, all of slice 1, no sign of" in report(lost, 1.0, 1.0, two)[0]
-    assert "silent: ranks 4-6, no sign of" in report(lost[:7], 1.0, 1.0, two)[0]
+    assert "silent: ranks 4-7, all of slice 1, no sign of" in hang_text(lost, 1.0, 1.0, two)[0]
+    assert "silent: ranks 4-6, no sign of" in hang_text(lost[:7], 1.0, 1.0, two)[0]
     many = [place(rank, stack=f"{rank}" * 6_000) for rank in range(100)]
-    assert len(report(many, 1.0, 1.0)[1]) < 201_000
+    assert len(hang_text(many, 1.0, 1.0)[1]) < 201_000
     # The stacks of the ranks that hang come first: the rest of a long text is omitted.
     behind = place(100, steps=6, stack="behind\n")
-    assert "stack of rank 100, process 100:\nbehind\n" in report([*many, behind], 1.0, 1.0)[1]
+    assert "stack of rank 100, process 100:\nbehind\n" in hang_text([*many, behind], 1.0, 1.0)[1]
 
 
 def test_what_may_be_asked_for(monkeypatch):
@@ -418,9 +418,9 @@ def test_what_may_be_asked_for(monkeypatch):
         ("1e3, end", WatchSettings(1000.0, True)),
     ):
         monkeypatch.setenv("XLA_FSDP_WATCHDOG", said)
-        assert settings(600.0) == expected
+        assert watch_settings(600.0) == expected
     assert WatchSettings(600.0, False).beat == 5.0
     for said in ("0", "-1", "nan", "inf", "on", "900,stop", "end,900", "send"):
         monkeypatch.setenv("XLA_FSDP_WATCHDOG", said)
         with pytest.raises(ValueError, match=f"XLA_FSDP_WATCHDOG='{said}': allowed are off, a pos"):
-            settings(600.0)
+            watch_settings(600.0)

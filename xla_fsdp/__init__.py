@@ -51,7 +51,7 @@ if _TYPE_CHECKING:
     from .pods.divergence import DivergenceError, detect_divergence
     from .pods.preemption import Preempted, Preemption
     from .pods.profiling import profile
-    from .pods.report import Verification
+    from .pods.verification_report import Verification
     from .pods.verify import verify
     from .ranks.launch import CollectiveMismatchError, RankError, RankTimeoutError, launch
     from .remat import checkpoint_module
@@ -110,7 +110,7 @@ _PUBLIC = {
     "tpu.topology": "UnknownTopologyError",
     "tpu.calibration": "Calibration CalibrationError",
     "pods.verify": "verify",
-    "pods.report": "Verification",
+    "pods.verification_report": "Verification",
     "planning.compiling.compiler": "CompileError",
     "plan_compiler": "UnusableCompilerError",
     "extras": "MissingExtraError",

@@ -15,7 +15,14 @@ from types import MappingProxyType
 
 from .deprecated import new_name
 from .tpu.chips import CHIPS, Chip, chip_of
-from .tpu.libtpu_flags import ARGUMENTS, library, read, refusal, without, written
+from .tpu.libtpu_flags import (
+    ARGUMENTS,
+    library,
+    parse_arguments,
+    refusal,
+    to_arguments,
+    with_undefok,
+)
 
 OPTIONS: Mapping[str, str] = MappingProxyType({
     # Prefetches operands in one piece: slices take tables of 32 KiB. Workload S on v5e:2x4: 1,025
@@ -79,7 +86,7 @@ def accepted(arguments: str, libtpu: str | None = None) -> tuple[str, tuple[str,
         )
     for word in re.findall(r"(?<!\S)xla_\w+=\S*", arguments):  # for libtpu it is no option
         warnings.warn(f"libtpu ignores {word}: write --{word} in LIBTPU_INIT_ARGS", stacklevel=3)
-    return without(arguments, refused.unknown), refused.unknown
+    return with_undefok(arguments, refused.unknown), refused.unknown
 
 
 def limit_scoped_vmem(kib: int) -> Mapping[str, str]:
@@ -98,7 +105,7 @@ def for_large_matmuls(family: str | None = None) -> Mapping[str, str]:
 
 def require_loops_compile(device_kind: str) -> None:
     """Raises RuntimeError if ``LIBTPU_INIT_ARGS`` would make the compiler crash on loops."""
-    given, chip = read(os.environ.get(ARGUMENTS, "")), chip_of(device_kind)
+    given, chip = parse_arguments(os.environ.get(ARGUMENTS, "")), chip_of(device_kind)
     if chip and chip.crashes_on_fused_loops and given.get(_BESIDE_ELEMENTS) == "true":
         raise RuntimeError(
             f"on {device_kind} the TPU compiler crashes on loops if LIBTPU_INIT_ARGS has "
@@ -111,9 +118,9 @@ def libtpu_init_args(given: str, options: Mapping[str, str] = OPTIONS) -> str:
 
     Of two values libtpu takes the last, and it ignores what follows a ``--``.
     """
-    known = read(given)
+    known = parse_arguments(given)
     added = {name: value for name, value in options.items() if name not in known}
-    return " ".join([*written(added), *given.split()])
+    return " ".join([*to_arguments(added), *given.split()])
 
 
 def main() -> int:

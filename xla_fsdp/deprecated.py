@@ -22,7 +22,7 @@ def new_name(owner: str, old: str) -> str | None:
     """The new name of ``old``, with a warning for the caller's caller; else None."""
     new = RENAMED[owner].get(old)
     if new is not None:
-        _warn(owner, old, new, stacklevel=4)
+        _warn_deprecated(owner, old, new, stacklevel=4)
     return new
 
 
@@ -37,7 +37,7 @@ def rename_keys(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{owner} got both {new!r} and {old!r}, which is its old name. Pass {new!r} only"
             )
         renamed[new] = renamed.pop(old)
-        _warn(owner, old, new, stacklevel=4)
+        _warn_deprecated(owner, old, new, stacklevel=4)
     return renamed
 
 
@@ -59,6 +59,6 @@ def accept_old_names(cls: Class) -> Class:
     return cls
 
 
-def _warn(owner: str, old: str, new: str, stacklevel: int) -> None:
+def _warn_deprecated(owner: str, old: str, new: str, stacklevel: int) -> None:
     message = f"{owner}: {old!r} is deprecated and will be removed in the next release. Use {new!r}"
     warnings.warn(message, DeprecationWarning, stacklevel)

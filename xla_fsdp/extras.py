@@ -56,8 +56,8 @@ def require_torch_xla() -> None:
         "pip install torch==2.9.0 torch_xla==2.9.0; checkpoints are read without torch_xla, by "
         "xla_fsdp.consolidate: docs/reference/versions.md"
     )
-    built_for = _first_two(xla)
-    if _first_two(torch) != built_for:
+    built_for = _major_minor(xla)
+    if _major_minor(torch) != built_for:
         raise ImportError(
             f"torch_xla {xla} is built for torch {built_for[0]}.{built_for[1]} and does not load "
             f"with torch {torch}, which is installed. To fix it: {remedy}"
@@ -68,5 +68,5 @@ def require_torch_xla() -> None:
         )
 
 
-def _first_two(version: str) -> tuple[int, ...]:
+def _major_minor(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])

@@ -170,7 +170,7 @@ def _examined(python: Path, named: str) -> Compiler:
     )
     remedy = f"install one: {COMMAND}"
     try:
-        done = _run([str(python), "-c", _ASK], environment, _SECONDS)
+        done = _run_command([str(python), "-c", _ASK], environment, _SECONDS)
         found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise UnusableCompilerError(
@@ -191,7 +191,7 @@ def _examined(python: Path, named: str) -> Compiler:
     return Compiler(str(python), {name: found[name] for name in order}, path, environment)
 
 
-def _run(
+def _run_command(
     command: list[str], environment: Mapping[str, str | None], seconds: float | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -263,7 +263,7 @@ def install(
 
 def _require_done(command: list[str], what: str) -> None:
     try:
-        done = _run(command, {"PYTHONPATH": None, "PYTHONHOME": None})
+        done = _run_command(command, {"PYTHONPATH": None, "PYTHONHOME": None})
     except OSError as error:
         raise UnusableCompilerError(
             f"{command[0]} does not run ({error.strerror}): pass another --python"
@@ -285,7 +285,9 @@ def _interpreter_of(release: str) -> str:
     installed = map(str, sorted(root.glob(f"versions/{release}*/bin/python")))
     for candidate in (sys.executable, *named, *installed):
         try:
-            done = _run([candidate, "-c", "import sys; print(*sys.version_info[:2])"], {}, _SECONDS)
+            done = _run_command(
+                [candidate, "-c", "import sys; print(*sys.version_info[:2])"], {}, _SECONDS
+            )
         except (OSError, subprocess.TimeoutExpired):
             continue
         if done.returncode == 0 and done.stdout.split() == release.split("."):

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 
-def has_own_operators(kind: type[torch.Tensor]) -> bool:
+def overrides_dispatch(kind: type[torch.Tensor]) -> bool:
     """Whether such tensors override torch functions: torch_xla does not see them."""
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
@@ -57,7 +57,7 @@ def tensors_in(value: Any, leaf: type = torch.Tensor) -> list[Any]:
     return list(found.values())
 
 
-class _Slot:
+class _TensorIndex:
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -65,13 +65,13 @@ class _Slot:
 def separate_tensors(value: Any) -> tuple[list[torch.Tensor], Any]:
     """The distinct tensors in ``value``, and the rest for :func:`with_tensors`."""
     tensors = tensors_in(value)
-    slots = {id(tensor): _Slot(number) for number, tensor in enumerate(tensors)}
+    slots = {id(tensor): _TensorIndex(number) for number, tensor in enumerate(tensors)}
     return tensors, map_tensors(lambda tensor: slots[id(tensor)], value)
 
 
 def with_tensors(structure: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The reverse of :func:`separate_tensors`."""
-    return map_tensors(lambda slot: tensors[slot.number], structure, leaf=_Slot)
+    return map_tensors(lambda slot: tensors[slot.number], structure, leaf=_TensorIndex)
 
 
 _KEEPS_DTYPE = "_xla_fsdp_keeps_dtype"

@@ -42,7 +42,7 @@ def traced_step(request: Request, mesh_size: int) -> TracedProgram:
     from torch_xla.distributed.spmd.xla_sharding import apply_xla_patch_to_nn_linear
     from torch_xla.experimental import spmd_fully_sharded_data_parallel as fsdp_v2
 
-    from xla_fsdp.planning.tracing.naming import plain
+    from xla_fsdp.planning.tracing.naming import plain_name
     from xla_fsdp.planning.tracing.traced import StepBoundary
 
     from ..workload_s import Network
@@ -57,7 +57,7 @@ def traced_step(request: Request, mesh_size: int) -> TracedProgram:
 
     model = wrap(Network(wrap, sizes.blocks, sizes.width))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    named = {plain(name): parameter for name, parameter in model.named_parameters()}
+    named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     for name, parameter in list(named.items()):
         state = optimizer.state[parameter]
         state["step"] = torch.tensor(1.0)

@@ -20,7 +20,7 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor. ``begin``, ``end``: the range of its bytes in the file."""
 
     dtype: str
@@ -41,7 +41,7 @@ class Entry:
 class Container:
     """A header. ``size``: number of bytes of the file."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
     data_begin: int
     size: int
@@ -63,7 +63,7 @@ def layout(
     # Align tensors to eight bytes, so that a mapped file can be used directly.
     header += b" " * (-len(header) % 8)
     start = 8 + len(header)
-    entries = {n: Entry(d, s, start + b, start + e) for n, d, s, b, e in spans}
+    entries = {n: TensorEntry(d, s, start + b, start + e) for n, d, s, b, e in spans}
     container = Container(entries, dict(metadata), start, start + begin)
     return container, len(header).to_bytes(8, "little") + header
 
@@ -106,7 +106,7 @@ def read_container(read: Callable[[int, int], bytes], size: int, label: str) -> 
     return Container(entries, metadata, start, size)
 
 
-def _entry(name: str, value: Any, start: int, label: str) -> Entry:
+def _entry(name: str, value: Any, start: int, label: str) -> TensorEntry:
     def fail(what: str) -> NoReturn:
         raise InvalidMetadataError(f"{label}: tensor {name!r:.120}: {what}")
 
@@ -122,4 +122,4 @@ def _entry(name: str, value: Any, start: int, label: str) -> Entry:
     begin, end = offsets
     if math.prod(shape) * DTYPES[dtype].itemsize != end - begin:
         fail(f"{dtype} of shape {shape!r:.80} does not take data_offsets {offsets!r:.80}")
-    return Entry(dtype, tuple(shape), start + begin, start + end)
+    return TensorEntry(dtype, tuple(shape), start + begin, start + end)

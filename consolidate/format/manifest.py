@@ -102,11 +102,11 @@ class ShardingRule:
 
     def range_of_rank(self, rank: int, numel: int) -> tuple[int, int]:
         """The range of ``numel`` elements that ``rank`` stores, ``(0, 0)`` if none."""
-        i, beside = divmod(rank - self.first, self.step)
+        i, remainder = divmod(rank - self.first, self.step)
         begin, end = max(i * self.chunk - self.offset, 0), (i + 1) * self.chunk - self.offset
         return (
             (begin, min(end, numel))
-            if i >= 0 and not beside and begin < min(end, numel)
+            if i >= 0 and not remainder and begin < min(end, numel)
             else (0, 0)
         )
 
@@ -217,7 +217,7 @@ def load_manifest(data: bytes, label: str) -> Manifest:
     found.require_format(FORMAT, VERSION)
     save_id, world_size = found.text("save_id"), found.integer("world_size", least=1)
     parameters, buffers = (
-        [_tensor(each) for each in found.objects(kind)] for kind in ("parameters", "buffers")
+        [_read_tensor(each) for each in found.objects(kind)] for kind in ("parameters", "buffers")
     )
     by_name = {tensor.name: tensor for tensor in parameters}
     names = [name for tensor in parameters + buffers for name in tensor.names]
@@ -230,7 +230,7 @@ def load_manifest(data: bytes, label: str) -> Manifest:
         found.fail(f"lists {len(files)} files, expected one for each of {world_size} ranks")
     optimizer, extra_state = None, found.json("extra_state")
     if found.json("optimizer") is not None:
-        optimizer = _load_optimizer(found.child("optimizer"), by_name)
+        optimizer = _read_optimizer(found.child("optimizer"), by_name)
     if extra_state is not None and not isinstance(extra_state, dict):
         found.fail("extra_state must be an object")
     return Manifest(
@@ -244,7 +244,7 @@ def load_manifest(data: bytes, label: str) -> Manifest:
         scheduler=found.json("scheduler"),
         extra=found.json("extra"),
         extra_state=extra_state,
-        sharding_rules=_sharding_rules(found, by_name) if "spans" in found else None,
+        sharding_rules=_read_rules(found, by_name) if "spans" in found else None,
     )
 
 
@@ -258,7 +258,7 @@ def _body(data: bytes, label: str) -> bytes:
     return match[2]
 
 
-def _sharding_rules(found: Fields, parameters: Mapping[str, Tensor]) -> dict[str, ShardingRule]:
+def _read_rules(found: Fields, parameters: Mapping[str, Tensor]) -> dict[str, ShardingRule]:
     stated, rules = found.mapping("spans"), {}
     for name in parameters:
         numbers = stated.get(name)
@@ -280,7 +280,7 @@ def _dump_tensor(tensor: Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if value is not None}
 
 
-def _tensor(found: Fields) -> Tensor:
+def _read_tensor(found: Fields) -> Tensor:
     restore = found.dtype("restore") if "restore" in found else None
     return Tensor(found.names("names"), found.dtype("dtype"), found.shape("shape"), restore)
 
@@ -302,7 +302,7 @@ def load_file(found: Fields, rank: int, world_size: int) -> FileRecord:
     return FileRecord(name, size, chunk, digests)
 
 
-def _load_optimizer(found: Fields, parameters: Mapping[str, Tensor]) -> Optimizer:
+def _read_optimizer(found: Fields, parameters: Mapping[str, Tensor]) -> Optimizer:
     groups = tuple(
         Group(group.names("parameters", least=0), group.mapping("options"))
         for group in found.objects("groups")
@@ -314,14 +314,14 @@ def _load_optimizer(found: Fields, parameters: Mapping[str, Tensor]) -> Optimize
         for name in group.options:
             if name in NOT_OPTIONS:
                 found.fail(f"an option of a parameter group is called {name!r}, a reserved name")
-    state = {name: _state(each) for name, each in found.child("state").children().items()}
+    state = {name: _read_state(each) for name, each in found.child("state").children().items()}
     for name in [*grouped, *state]:
         if name not in parameters:
             found.fail(f"the optimizer has {name!r:.120}, which is not a parameter")
     return Optimizer(found.text("kind"), groups, state)
 
 
-def _state(found: Fields) -> State:
+def _read_state(found: Fields) -> State:
     dtypes = found.child("sharded")
     sharded = {key: dtypes.dtype(key) for key in dtypes}
     for key in sharded:

@@ -47,7 +47,7 @@ class RemoteStore:
             raise OptionsError(f"{label} {_redact(url)!r} cannot be opened: {error}") from error
         except Exception as error:
             raise UnreadableFileError(
-                f"{_redact(url)}: cannot be opened: {type(error).__name__}: {_reason(error)}"
+                f"{_redact(url)}: cannot be opened: {type(error).__name__}: {_redacted(error)}"
             ) from error
         return cls(files, url.partition("://")[0]), path
 
@@ -117,7 +117,7 @@ class RemoteStore:
                 answers.put((None, error))
 
         try:
-            seconds = _seconds() + more
+            seconds = _seconds_without_answer() + more
             threading.Thread(target=run, name="xla_fsdp store", daemon=True).start()
             try:
                 answer, error = answers.get(timeout=seconds)
@@ -132,7 +132,7 @@ class RemoteStore:
             raise CheckpointNotFoundError(f"{self.url(path)}: does not exist") from error
         except Exception as error:
             raise UnreadableFileError(
-                f"{self.url(path)}: cannot be read: {_reason(error)}"
+                f"{self.url(path)}: cannot be read: {_redacted(error)}"
             ) from error
 
     @contextlib.contextmanager
@@ -140,7 +140,7 @@ class RemoteStore:
         try:
             yield
         except Exception as error:
-            raise OutputError(f"{self.url(path)}: cannot be written: {_reason(error)}") from error
+            raise OutputError(f"{self.url(path)}: cannot be written: {_redacted(error)}") from error
 
     def make_folder(self, path: str) -> None:
         with self.writing(path):
@@ -198,11 +198,11 @@ class RemoteOutput:
             self._file.closed = True  # else deleting it closes it
 
 
-def _reason(error: Exception) -> str:
+def _redacted(error: Exception) -> str:
     return _redact(first_line(error))[:200]
 
 
-def _seconds() -> float:
+def _seconds_without_answer() -> float:
     given = os.environ.get(_SECONDS_VARIABLE, "")
     try:
         seconds = float(given) if given else _SECONDS

@@ -34,7 +34,7 @@ _FLAT_PARAMETER = "flat_param_"
 
 
 @dataclass(frozen=True)
-class Member:
+class LegacyMember:
     """One parameter of the model.
 
     ``names``: its own, then those tied to it. ``offset``: of its first element in the flat
@@ -60,7 +60,7 @@ class LegacyParameter:
 
     layout: str
     numel: int
-    members: tuple[Member, ...]
+    members: tuple[LegacyMember, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ def _validate(rank: Rank) -> None:
         raise InvalidMetadataError(f"{rank.label}: {twice[0]!r} is described more than once")
 
 
-def _require_stored(keys: Iterable[str], rank: Rank) -> None:
+def _require_keys(keys: Iterable[str], rank: Rank) -> None:
     for key in keys:
         if key not in rank.state_dict:
             raise ShardMismatchError(f"{rank.label}: parameter {key!r} is described but not stored")
@@ -176,11 +176,11 @@ def _read_native(found: Fields, rank: Rank) -> None:
     parameters = rank.parameters
     for key, each in found.child("parameters").children().items():
         members = tuple(
-            Member(member.names("names"), member.shape("shape"), member.integer("offset"))
+            LegacyMember(member.names("names"), member.shape("shape"), member.integer("offset"))
             for member in each.objects("members")
         )
         parameters[key] = LegacyParameter(each.text("layout"), each.integer("numel"), members)
-    _require_stored(parameters, rank)
+    _require_keys(parameters, rank)
 
     owner = {name: key for key, parameter in parameters.items() for name in parameter.names}
     dtypes = found.child("buffers")
@@ -224,18 +224,18 @@ def read_intree(found: Fields, rank: Rank) -> None:
     """
     flattened = found.child("flatten_info")
     infos = {
-        _join(module, name): (module, info)
+        _dotted(module, name): (module, info)
         for module, shards in found.child("shard_info").children().items()
         for name, info in shards.children().items()
     }
-    _require_stored(infos, rank)
+    _require_keys(infos, rank)
     for key, (module, info) in infos.items():
         own, shape = info.text("_orig_name"), info.shape("_orig_size")
         # A parameter of the model with this name has one more prefix.
         if own.startswith(f"{_WRAPPERS[0]}.{_FLAT_PARAMETER}"):
-            members = _read_flattened(_join(module, own), flattened)
+            members = _read_flattened(_dotted(module, own), flattened)
         else:
-            members = (Member((_clean_name(_join(module, own)),), shape, 0),)
+            members = (LegacyMember((_clean_name(_dotted(module, own)),), shape, 0),)
         layout = _DIM0 if rank.state_dict[key].dim() > 1 else _FLAT
         rank.parameters[key] = LegacyParameter(layout, math.prod(shape), members)
 
@@ -256,7 +256,7 @@ def read_intree(found: Fields, rank: Rank) -> None:
         rank.buffers[key] = name, dtype
 
 
-def _read_flattened(name: str, flattened: Fields) -> tuple[Member, ...]:
+def _read_flattened(name: str, flattened: Fields) -> tuple[LegacyMember, ...]:
     value = flattened.list(name)
     if len(value) != 3 or any(not isinstance(column, (list, tuple)) for column in value):
         flattened.fail(f"{name!r:.80} is not a tuple (names, shapes, numels) of lists")
@@ -269,8 +269,8 @@ def _read_flattened(name: str, flattened: Fields) -> tuple[Member, ...]:
     members, offset = [], 0
     for row in zip(*value, strict=True):
         each = Fields(dict(zip(("name", "shape", "numel"), row, strict=True)), flattened.label)
-        full = _clean_name(_join(owner, each.text("name")))
-        member = Member((full,), each.shape("shape"), offset)
+        full = _clean_name(_dotted(owner, each.text("name")))
+        member = LegacyMember((full,), each.shape("shape"), offset)
         if member.numel != each.integer("numel"):
             each.fail(
                 f"{full!r} of shape {member.shape} has {member.numel} elements, but its numel is "
@@ -290,7 +290,7 @@ def _clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _join(prefix: str, name: str) -> str:
+def _dotted(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 

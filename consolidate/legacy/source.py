@@ -60,7 +60,7 @@ def open_legacy(
         if not _is_consolidated(content, path == prefix + OUTPUT_NAME):
             ranks.append(read_rank(content, path))
             for key in ranks[-1].parameters:
-                _require_stored(key, ranks[-1])
+                _require_bytes_stored(key, ranks[-1])
     if not ranks:
         raise MissingRankError(
             f"{paths[0]}: is a consolidated model, and no rank file matches. Check the prefix and "
@@ -167,7 +167,7 @@ class LegacySource:
 
     @cached_property
     def _matched(self) -> tuple[Optimizer, dict[str, list[Mapping[str, Any]]]] | None:
-        return _match_optimizer(self.ranks)
+        return _merge_optimizers(self.ranks)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -223,7 +223,7 @@ class LegacySource:
         return f"{len(self.inputs)} rank files, CRCs"
 
 
-def _match_optimizer(
+def _merge_optimizers(
     ranks: list[Rank],
 ) -> tuple[Optimizer, dict[str, list[Mapping[str, Any]]]] | None:
     """The optimizer with names, and by key the state of each rank. None without an optimizer."""
@@ -235,7 +235,7 @@ def _match_optimizer(
     by_key = {key: [state.get(n, {}) for state, _ in found] for n, key in enumerate(keys)}
     names, state = [], {}
     for key in keys:
-        described = _describe(key, by_key[key], ranks)
+        described = _merge_states(key, by_key[key], ranks)
         for member in first.parameters[key].members:
             names.append(member.names[0])
             if described is not None:
@@ -278,7 +278,7 @@ def _numbered(rank: Rank, count: int) -> tuple[Mapping[int, Mapping], Mapping[st
     return by_position, group
 
 
-def _describe(key: str, states: list[Mapping[str, Any]], ranks: list[Rank]) -> State | None:
+def _merge_states(key: str, states: list[Mapping[str, Any]], ranks: list[Rank]) -> State | None:
     sharded: dict[str, str] = {}
     single: dict[str, Any] = {}
     for rank, state in zip(ranks, states, strict=True):
@@ -361,7 +361,7 @@ def _is_consolidated(content: Any, default_name: bool) -> bool:
     return "consolidated" in content or (default_name and content.keys() == {"model"})
 
 
-def _require_stored(key: str, rank: Rank) -> None:
+def _require_bytes_stored(key: str, rank: Rank) -> None:
     """Checks the bytes of a shard: with stride 0, a small file could have a huge tensor."""
     shard = rank.state_dict[key]
     if shard.numel() * shard.element_size() > shard.untyped_storage().nbytes():

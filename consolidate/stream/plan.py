@@ -80,7 +80,7 @@ def make_write_plan(
         files, texts = _safetensors(source, options, said, name)
         if optimizer is not None:
             state = [
-                _state(source, key, of, dtype)
+                _state_tensor(source, key, of, dtype)
                 for of, each in optimizer.state.items()
                 for key, dtype in each.sharded.items()
             ]
@@ -112,7 +112,7 @@ def _safetensors(
     if source.extra_state:
         encoded = values.encode(dict(source.extra_state), f"{source.label}: extra state")
         metadata["extra_state"] = write_json(encoded).decode()
-    tensors = list(_model(source, options))
+    tensors = list(_model_tensors(source, options))
     if any(tensor.name == "__metadata__" for tensor in tensors):
         raise UnsupportedValueError(
             f"{source.label}: a tensor called __metadata__ cannot be stored in a safetensors file: "
@@ -136,7 +136,7 @@ def _safetensors(
 
 def _tree(source: Source, options: Options) -> OrderedDict[str, Any]:
     """The state_dict, with a ``FileTensor`` for every tensor."""
-    by_name = {tensor.name: tensor for tensor in _model(source, options)}
+    by_name = {tensor.name: tensor for tensor in _model_tensors(source, options)}
     extra_state = source.extra_state
     model: OrderedDict[str, Any] = OrderedDict()
     for alias, first in source.order:
@@ -146,7 +146,7 @@ def _tree(source: Source, options: Options) -> OrderedDict[str, Any]:
     return model
 
 
-def _model(source: Source, options: Options) -> Iterator[FileTensor]:
+def _model_tensors(source: Source, options: Options) -> Iterator[FileTensor]:
     """Parameters and buffers, each once, in the order of the state_dict."""
     for name in dict.fromkeys(first for _, first in source.order):
         if name in source.parameters:
@@ -175,7 +175,7 @@ def _shards(tensors: list[FileTensor], limit: int | None) -> list[list[FileTenso
     return shards
 
 
-def _state(source: Source, key: str, name: str, dtype: str) -> FileTensor:
+def _state_tensor(source: Source, key: str, name: str, dtype: str) -> FileTensor:
     read = partial(source.read, name, state=key)
     return FileTensor(f"{key}/{name}", DTYPES[dtype], source.parameters[name].shape, read)
 
@@ -188,7 +188,7 @@ def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
             where = f"{source.label}: state {key!r:.80} of {name!r:.120}"
             state[name][key] = values.decode(encoded["value"], where)
         for key, dtype in each.sharded.items():
-            state[name][key] = _state(source, key, name, dtype)
+            state[name][key] = _state_tensor(source, key, name, dtype)
     groups = []
     for group in optimizer.groups:
         options = {k: values.decode(v, source.label) for k, v in group.options.items()}
@@ -199,7 +199,7 @@ def _torch_optimizer(source: Source, optimizer: Optimizer) -> dict[str, Any]:
 def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) -> WritePlan:
     about = {"save_id": source.save_id, "reshard": world_size, "tied": dict(tied)}
     identity = digest(write_json(about))
-    described = _describe(source, world_size, identity)
+    described = _make_manifest(source, world_size, identity)
     files = []
     for rank in range(world_size):
         ranges = {name: _range(t.numel, rank, world_size) for name, t in source.parameters.items()}
@@ -220,7 +220,7 @@ def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) 
     return WritePlan(files, texts, identity, make_texts=make_texts)
 
 
-def _describe(source: Source, world_size: int, identity: str) -> Manifest:
+def _make_manifest(source: Source, world_size: int, identity: str) -> Manifest:
     if isinstance(source, ShardedSource):
         return replace(
             source.manifest, save_id=identity, world_size=world_size, files=(), sharding_rules=None
@@ -249,16 +249,16 @@ def _rank_tensors(source: Source, described: Manifest, rank: int) -> Iterator[Fi
         if begin == end:
             continue
         read: Callable[[int, int], torch.Tensor] = partial(source.read, name)
-        yield _part(parameter_key(name), tensor.dtype, begin, end, read)
+        yield _tensor_of_range(parameter_key(name), tensor.dtype, begin, end, read)
         for key, dtype in state[name].sharded.items() if name in state else ():
             read = partial(source.read, name, state=key)
-            yield _part(state_key(key, name), dtype, begin, end, read)
+            yield _tensor_of_range(state_key(key, name), dtype, begin, end, read)
     for name, tensor in described.buffers.items():
         read = partial(source.read_buffer, name, rank=rank)
         yield FileTensor(buffer_key(name), DTYPES[tensor.dtype], tensor.shape, read)
 
 
-def _part(
+def _tensor_of_range(
     key: str, dtype: str, begin: int, end: int, read: Callable[[int, int], torch.Tensor]
 ) -> FileTensor:
     def read_part(low: int, high: int) -> torch.Tensor:

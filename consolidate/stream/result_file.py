@@ -122,11 +122,11 @@ class TorchFile:
         with creating(_DISK, path) as output:
             with zipfile.ZipFile(output, "w", zipfile.ZIP_STORED) as archive:
                 for record, data in small.items():
-                    with _open(archive, record, len(data)) as entry:
+                    with _open_record(archive, record, len(data)) as entry:
                         entry.write(data)
                 for record, storage in storages.items():
-                    with _open(archive, record, storage.nbytes) as entry:
-                        _copy(storage, entry, progress)
+                    with _open_record(archive, record, storage.nbytes) as entry:
+                        _copy_storage(storage, entry, progress)
         return ""
 
     def check(self, path: str, progress: Callable[[int], object]) -> str | None:
@@ -155,7 +155,7 @@ class TorchFile:
     @cached_property
     def _records(self) -> tuple[dict[str, bytes], dict[str, FileTensor]]:
         buffer = io.BytesIO()
-        pickler = _Pickler(buffer)
+        pickler = _StoragePickler(buffer)
         pickler.dump(self.content)
         fixed = {f"{_FOLDER}/{name}": data for name, data in _FIXED.items()}
         small = {f"{_FOLDER}/data.pkl": buffer.getvalue(), **fixed}
@@ -166,7 +166,7 @@ class TorchFile:
 ResultFile = SafetensorsFile | TorchFile
 
 
-class _Pickler(pickle.Pickler):
+class _StoragePickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=2)
         self.storages: list[FileTensor] = []
@@ -214,7 +214,7 @@ def _constant(tensor: torch.Tensor) -> FileTensor:
     return FileTensor("", tensor.dtype, tuple(tensor.shape), lambda begin, end: flat[begin:end])
 
 
-def _open(archive: zipfile.ZipFile, record: str, size: int) -> IO[bytes]:
+def _open_record(archive: zipfile.ZipFile, record: str, size: int) -> IO[bytes]:
     """Opens a record for writing, with padding so that its data is aligned."""
     entry = zipfile.ZipInfo(record)
     entry.file_size = size
@@ -226,7 +226,7 @@ def _open(archive: zipfile.ZipFile, record: str, size: int) -> IO[bytes]:
     return archive.open(entry, "w", force_zip64=wide)
 
 
-def _copy(storage: FileTensor, entry: IO[bytes], progress: Callable[[int], object]) -> None:
+def _copy_storage(storage: FileTensor, entry: IO[bytes], progress: Callable[[int], object]) -> None:
     def take(piece: memoryview) -> None:
         entry.write(piece)
         progress(len(piece))

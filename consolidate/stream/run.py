@@ -14,7 +14,7 @@ from ..legacy.source import OUTPUT_NAME, LegacySource, open_legacy
 from .options import DTYPES, PTH, Options, choose_target, default_path, parse_size
 from .plan import WritePlan, make_reshard_plan, make_write_plan
 from .sources import ShardedSource, Source, open_source
-from .stage import Progress, check_target, silent, write_result
+from .stage import ProgressContext, check_target, silent, write_result
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def consolidate_checkpoint(
     dtype: str | None = None,
     tied: Mapping[str, str] | None = None,
     allow_unsafe_pickle: bool = False,
-    progress: Callable[[str, int], Progress] = silent,
+    progress: Callable[[str, int], ProgressContext] = silent,
     say: Callable[[str], object] = lambda line: None,
 ) -> Result:
     """Writes the full (unsharded) model, with a few MiB in memory at a time.
@@ -97,7 +97,7 @@ def consolidate_checkpoint(
         tied=dict(tied or {}),
     )
     plan = make_write_plan(source, options, None if is_folder else os.path.basename(target))
-    result = _write(source, plan, target, source.world_size, progress)
+    result = _write_plan(source, plan, target, source.world_size, progress)
     say(f"assembled {result.parameters} parameters")
     return result
 
@@ -110,7 +110,7 @@ def reshard_checkpoint(
     suffix: str | None = None,
     tied: Mapping[str, str] | None = None,
     allow_unsafe_pickle: bool = False,
-    progress: Callable[[str, int], Progress] = silent,
+    progress: Callable[[str, int], ProgressContext] = silent,
     say: Callable[[str], object] = lambda line: None,
 ) -> Result:
     """Writes a checkpoint of ``world_size`` ranks into the folder ``save_path``.
@@ -132,15 +132,15 @@ def reshard_checkpoint(
     target = os.fspath(save_path).rstrip("/")
     target = target or default_path(os.fspath(path).rstrip("/"), f"_of_{world_size}")
     plan = make_reshard_plan(source, world_size, tied or {})
-    return _write(source, plan, target, world_size, progress)
+    return _write_plan(source, plan, target, world_size, progress)
 
 
-def _write(
+def _write_plan(
     source: Source,
     plan: WritePlan,
     target: str,
     world_size: int,
-    progress: Callable[[str, int], Progress],
+    progress: Callable[[str, int], ProgressContext],
 ) -> Result:
     up_to_date, kept = write_result(plan, target, source.inputs, progress)
     paths = [target]
@@ -162,7 +162,7 @@ def verify_checkpoint(
     *,
     suffix: str | None = None,
     allow_unsafe_pickle: bool = False,
-    progress: Callable[[str, int], Progress] = silent,
+    progress: Callable[[str, int], ProgressContext] = silent,
 ) -> str:
     """Checks every byte of a checkpoint, and that it is complete and consistent. Writes nothing.
 

@@ -26,14 +26,14 @@ def open_source(
 ) -> Source:
     """As :func:`~.run.consolidate_checkpoint`. Raises CheckpointError."""
     prefix = os.fspath(path)
-    if suffix is None and _is_sharded(prefix):
+    if suffix is None and _is_sharded_checkpoint(prefix):
         if tied:
             raise OptionsError(f"{prefix}: records its tied weights. Remove --tied.")
         return ShardedSource(prefix)
     return open_legacy(prefix, suffix or LEGACY_SUFFIX, tied, allow_unsafe_pickle)
 
 
-def _is_sharded(path: str) -> bool:
+def _is_sharded_checkpoint(path: str) -> bool:
     """Whether it is a folder of a checkpoint (complete or not) or of several, or a URL."""
     if "://" in path:
         return True

@@ -23,7 +23,7 @@ from .result_file import ResultFile
 
 _DISK = LocalStore()
 # Called with the number of bytes since the last call.
-Progress = AbstractContextManager[Callable[[int], object]]
+ProgressContext = AbstractContextManager[Callable[[int], object]]
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def write_result(
     plan: WritePlan,
     target: str,
     inputs: list[str],
-    progress: Callable[[str, int], Progress] = silent,
+    progress: Callable[[str, int], ProgressContext] = silent,
 ) -> tuple[bool, int]:
     """Writes the result and replaces the target. Raises OutputError.
 
@@ -45,7 +45,7 @@ def write_result(
     if os.path.isdir(stage.replaced) and not os.path.lexists(target):
         _DISK.rename(stage.replaced, target)  # a killed run had renamed it, and not replaced
     check_target(target, plan.is_folder, inputs)
-    if _is_there(plan, target, progress):
+    if _is_up_to_date(plan, target, progress):
         with contextlib.suppress(OutputError):  # the result is complete anyway
             stage.sweep()
         return True, 0
@@ -56,7 +56,9 @@ def write_result(
     return False, kept
 
 
-def _is_there(plan: WritePlan, target: str, progress: Callable[[str, int], Progress]) -> bool:
+def _is_up_to_date(
+    plan: WritePlan, target: str, progress: Callable[[str, int], ProgressContext]
+) -> bool:
     folder = target if plan.is_folder else os.path.dirname(target)
 
     def same(texts: Mapping[str, bytes]) -> bool:
@@ -65,7 +67,7 @@ def _is_there(plan: WritePlan, target: str, progress: Callable[[str, int], Progr
     try:
         if not os.path.lexists(target) or not same(plan.texts):
             return False
-        digests = _check(plan.files, folder, progress)
+        digests = _digests_of_files(plan.files, folder, progress)
         if len(digests) < len(plan.files):
             return False
         more = plan.make_texts(list(digests.values()))
@@ -75,8 +77,8 @@ def _is_there(plan: WritePlan, target: str, progress: Callable[[str, int], Progr
         return False
 
 
-def _check(
-    files: Sequence[ResultFile], folder: str, progress: Callable[[str, int], Progress]
+def _digests_of_files(
+    files: Sequence[ResultFile], folder: str, progress: Callable[[str, int], ProgressContext]
 ) -> dict[str, str]:
     """The digests of those ``files`` that are in ``folder``, complete and right."""
     with progress("check", sum(file.nbytes for file in files)) as bar:
@@ -125,13 +127,13 @@ class _Stage:
                 os.rmdir(self.folder)
             lock.close()
 
-    def fill(self, plan: WritePlan, progress: Callable[[str, int], Progress]) -> int:
+    def fill(self, plan: WritePlan, progress: Callable[[str, int], ProgressContext]) -> int:
         """Writes all files of the plan. Returns the number that existed."""
         names, present = {file.name for file in plan.files}, set(_DISK.list(self.folder))
         for name in present - names:
             _DISK.remove(join(self.folder, name))
         old = [file for file in plan.files if file.name in present]
-        digests = _check(old, self.folder, progress)
+        digests = _digests_of_files(old, self.folder, progress)
         kept = len(digests)
         missing = [file for file in plan.files if file.name not in digests]
         for file in missing:

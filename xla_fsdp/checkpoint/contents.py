@@ -31,7 +31,7 @@ from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
 from .inventory import Inventory, ReplicatedBuffer, make_inventory
-from .optimizers import LazyState, OptimizerStateShard, describe_optimizer
+from .optimizer_state import LazyState, OptimizerStateShard, describe_optimizer
 
 RNG_TORCH, RNG_XLA = "rank/rng.torch", "rank/rng.xla"
 
@@ -98,7 +98,7 @@ def list_contents(
             shard.name: Tensor(shard.names, dtype_name(shard.dtype, shard.name), shard.shape)
             for shard in inventory.parameters
         },
-        buffers={buffer.name: _described(buffer) for buffer in inventory.buffers},
+        buffers={buffer.name: _describe_buffer(buffer) for buffer in inventory.buffers},
         files=(),
         optimizer=described,
         scheduler=values.encode(scheduler.state_dict(), "scheduler.state_dict()")
@@ -116,7 +116,7 @@ def list_contents(
     begins = {
         shard.name: shard.begin for shard in inventory.parameters if shard.writes and shard.length
     }
-    return Contents(manifest, list(_items(inventory, states, random)), begins)
+    return Contents(manifest, list(_file_tensors(inventory, states, random)), begins)
 
 
 def _sharding_rules(inventory: Inventory) -> dict[str, ShardingRule] | None:
@@ -134,7 +134,7 @@ def _sharding_rules(inventory: Inventory) -> dict[str, ShardingRule] | None:
     return sharding_rules
 
 
-def _described(buffer: ReplicatedBuffer) -> Tensor:
+def _describe_buffer(buffer: ReplicatedBuffer) -> Tensor:
     if buffer.tensor.layout is not torch.strided:
         raise UnsupportedValueError(
             f"buffer {buffer.name!r} is {buffer.tensor.layout}, but a checkpoint stores only dense "
@@ -160,7 +160,7 @@ class HostCopies:
         return self._copy
 
 
-def _items(
+def _file_tensors(
     inventory: Inventory, states: Iterable[OptimizerStateShard], random: DeviceRandomState
 ) -> Iterator[FileTensor]:
     host = HostCopies()

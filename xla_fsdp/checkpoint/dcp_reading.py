@@ -46,7 +46,7 @@ from .matching import (
     match_model,
     match_optimizer,
 )
-from .optimizers import members_of_groups
+from .optimizer_state import members_of_groups
 from .protocol import capture_loaded_values, placeholder_state_dict
 from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor
@@ -260,7 +260,10 @@ class _Directory:
                 "or its save did not finish. Pass a complete one."
             )
         self.reader = FileSystemReader(path)
-        with _guarded(path, "its .metadata"), open(os.path.join(path, ".metadata"), "rb") as file:
+        with (
+            _as_unreadable(path, "its .metadata"),
+            open(os.path.join(path, ".metadata"), "rb") as file,
+        ):
             self.metadata = _Unpickler(file).load()
         if not isinstance(self.metadata, Metadata) or not isinstance(
             self.metadata.storage_data, Mapping
@@ -286,7 +289,7 @@ class _Directory:
             for k in keys
         ]
         found: dict[str, Any] = {}
-        _read(self.reader, f"{len(keys)} objects", items, _Planner([], found))
+        _read_items(self.reader, f"{len(keys)} objects", items, _Planner([], found))
         return found
 
     def nested(self, top: str, keys: list[str]) -> Any:
@@ -300,7 +303,7 @@ class _Directory:
         paths = self.metadata.planner_data or {}
         found: dict[Any, Any] = {}
         for key, value in values.items():
-            path = _inside(top, key, tuple(paths.get(key, ())))
+            path = _path_below(top, key, tuple(paths.get(key, ())))
             inner = found
             for part in path[:-1]:
                 inner = inner.setdefault(part, {})
@@ -324,18 +327,20 @@ class _Directory:
                     f"{reader.path}: has only {found} of the elements {begin} to {end} of {key!r}. "
                     "Use another checkpoint."
                 )
-            _read(reader, repr(key), items, _Planner(views, {}))
+            _read_items(reader, repr(key), items, _Planner(views, {}))
 
         return ReadableTensor(shape, dtype, fill)
 
 
-def _read(reader: FileSystemReader, what: str, items: list[ReadItem], planner: LoadPlanner) -> None:
-    with _guarded(str(reader.path), what):
+def _read_items(
+    reader: FileSystemReader, what: str, items: list[ReadItem], planner: LoadPlanner
+) -> None:
+    with _as_unreadable(str(reader.path), what):
         reader.read_data(LoadPlan(items), planner).wait()
 
 
 @contextlib.contextmanager
-def _guarded(path: str, what: str) -> Iterator[None]:
+def _as_unreadable(path: str, what: str) -> Iterator[None]:
     try:
         yield
     except MemoryError:
@@ -362,7 +367,7 @@ class _Unpickler(pickle.Unpickler):
         return _Properties if found is TensorProperties else found
 
 
-def _inside(top: str, key: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+def _path_below(top: str, key: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """The part of ``path`` (the names in ``key``) after ``top``."""
     for start in range(len(path)):
         if ".".join(map(str, (top, *path[start:]))) == key:

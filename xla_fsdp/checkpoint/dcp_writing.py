@@ -31,7 +31,7 @@ from .contents import HostCopies
 from .dcp_reading import IndexRange, split_index_range
 from .full_state import state_kinds
 from .inventory import Inventory, ParameterShard, agree_on_inventory
-from .optimizers import local_state, members_of_groups, options, state_converter_of
+from .optimizer_state import local_state, members_of_groups, options, state_converter_of
 from .protocol import PlaceholderTensor, placeholder_state_dict
 from .rank_exchange import RankExchange, wait_until
 
@@ -61,26 +61,29 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
-    contents: dict[str, _Entry] = exchange.run_on_each_rank(
-        "describe the model", lambda: {entry.keys[0]: entry for entry in _model(model, inventory)}
+    contents: dict[str, _DcpValue] = exchange.run_on_each_rank(
+        "describe the model",
+        lambda: {entry.keys[0]: entry for entry in _model_values(model, inventory)},
     )
     if optimizer is not None:
         state_kinds(exchange, inventory, optimizer)
         contents |= exchange.run_on_each_rank(
             "describe the optimizer",
-            lambda: {entry.keys[0]: entry for entry in _optimizer(inventory, optimizer)},
+            lambda: {entry.keys[0]: entry for entry in _optimizer_values(inventory, optimizer)},
         )
-    folder = exchange.run_and_gather("name the directory", lambda: _local(path))[0]
-    exchange.run_on_first_rank(f"make {folder}", lambda: _make(folder))
-    exchange.run_and_gather(f"see {folder}", lambda: _require_seen(folder))
+    folder = exchange.run_and_gather("name the directory", lambda: _local_folder(path))[0]
+    exchange.run_on_first_rank(f"make {folder}", lambda: _make_folder(folder))
+    exchange.run_and_gather(f"see {folder}", lambda: _require_folder_exists(folder))
     results = exchange.run_and_gather(
         f"write to {folder}", lambda: _write_part(folder, contents, inventory.rank)
     )
-    exchange.run_on_first_rank(f"finish {folder}", lambda: _finish(folder, contents, results))
+    exchange.run_on_first_rank(
+        f"finish {folder}", lambda: _write_metadata(folder, contents, results)
+    )
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _DcpValue:
     """A value of the checkpoint.
 
     ``paths``: for each of its keys, the parts that make up the key. ``shard``: the parameter, if
@@ -103,11 +106,11 @@ class _Entry:
         shard, value = self.shard, self.value
         if shard is None and rank == 0:
             if isinstance(value, torch.Tensor):
-                yield _all(value.shape), value.detach().cpu()
+                yield _full_range(value.shape), value.detach().cpu()
             else:
                 yield None, value
         elif shard is not None and shard.numel == 0 and rank == 0:
-            yield _all(shard.shape), torch.empty(shard.shape, dtype=value.dtype)
+            yield _full_range(shard.shape), torch.empty(shard.shape, dtype=value.dtype)
         elif shard is not None and shard.writes:
             for block in split_index_range(shard.shape, shard.begin, shard.end):
                 first = shard.at + block.begin - shard.begin
@@ -122,18 +125,18 @@ class _Entry:
         return TensorStorageMetadata(properties, torch.Size(shape), chunks)
 
 
-def _all(shape: Sequence[int]) -> IndexRange:
+def _full_range(shape: Sequence[int]) -> IndexRange:
     return IndexRange(torch.Size([0] * len(shape)), torch.Size(shape), 0)
 
 
-def _replicated(path: _Path, value: Any) -> Iterator[_Entry]:
+def _split_value(path: _Path, value: Any) -> Iterator[_DcpValue]:
     """The entries of a value, which torch takes apart as here."""
     if _is_taken_apart(value):
         each = value.items() if isinstance(value, Mapping) else enumerate(value)
         for name, inner in each:
-            yield from _replicated((*path, name if isinstance(value, list) else str(name)), inner)
+            yield from _split_value((*path, name if isinstance(value, list) else str(name)), inner)
     else:
-        yield _Entry([path], value)
+        yield _DcpValue([path], value)
 
 
 def _is_taken_apart(value: Any) -> bool:
@@ -145,7 +148,7 @@ def _is_taken_apart(value: Any) -> bool:
     )
 
 
-def _model(model: nn.Module, inventory: Inventory) -> Iterator[_Entry]:
+def _model_values(model: nn.Module, inventory: Inventory) -> Iterator[_DcpValue]:
     state = placeholder_state_dict(model, inventory)
     if state is None:
         raise ValueError(
@@ -159,15 +162,17 @@ def _model(model: nn.Module, inventory: Inventory) -> Iterator[_Entry]:
         if isinstance(value, PlaceholderTensor):
             paths.setdefault(value.source, []).append(("model", name))
         else:
-            yield from _replicated(("model", name), value)
+            yield from _split_value(("model", name), value)
     for source, own in paths.items():
         if isinstance(source, ParameterShard):
-            yield _Entry(own, source.holder, source)
+            yield _DcpValue(own, source.holder, source)
         else:
-            yield _Entry(own, source.value())
+            yield _DcpValue(own, source.value())
 
 
-def _optimizer(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Iterator[_Entry]:
+def _optimizer_values(
+    inventory: Inventory, optimizer: torch.optim.Optimizer
+) -> Iterator[_DcpValue]:
     if state_converter_of(optimizer) is not None:
         raise TypeError(
             f"the state of {type(optimizer).__name__} does not have the shapes of the parameters, "
@@ -178,18 +183,18 @@ def _optimizer(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Iterat
         for key, value in local_state(optimizer, shard.holder).items():
             path = ("optim", "state", shard.name, key)
             if isinstance(value, torch.Tensor) and value.shape == local(shard.holder).shape:
-                yield _Entry([path], value, shard)
+                yield _DcpValue([path], value, shard)
             else:
-                yield from _replicated(path, value)
+                yield from _split_value(path, value)
     groups = zip(optimizer.param_groups, members_of_groups(inventory, optimizer), strict=True)
     for number, (group, members) in enumerate(groups):
         for name, value in options(group).items():
-            yield from _replicated(("optim", "param_groups", number, name), copy.deepcopy(value))
+            yield from _split_value(("optim", "param_groups", number, name), copy.deepcopy(value))
         names = [shard.name for shard in members]
-        yield _Entry([("optim", "param_groups", number, "params")], names)
+        yield _DcpValue([("optim", "param_groups", number, "params")], names)
 
 
-def _local(path: Any) -> str:
+def _local_folder(path: Any) -> str:
     folder = os.fspath(path)
     if "://" in folder:
         raise ValueError(
@@ -199,7 +204,7 @@ def _local(path: Any) -> str:
     return os.path.abspath(folder)
 
 
-def _make(folder: str) -> None:
+def _make_folder(folder: str) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
         names = os.listdir(folder)
@@ -211,7 +216,7 @@ def _make(folder: str) -> None:
         raise OutputError(f"{folder}: cannot be made: {error}") from error
 
 
-def _require_seen(folder: str) -> None:
+def _require_folder_exists(folder: str) -> None:
     if not wait_until(lambda: os.path.isdir(folder)):
         raise SharedStorageError(
             f"{folder}: rank 0 made it, but this rank does not see it. Write to a file system that "
@@ -219,7 +224,7 @@ def _require_seen(folder: str) -> None:
         )
 
 
-def _write_part(folder: str, contents: Mapping[str, _Entry], rank: int) -> list[Any]:
+def _write_part(folder: str, contents: Mapping[str, _DcpValue], rank: int) -> list[Any]:
     """Writes this rank's file. Returns for each value its key, index range, and where it is."""
     name, copies = f"__{rank}_0.distcp", HostCopies()
     written: list[Any] = []
@@ -240,7 +245,9 @@ def _write_part(folder: str, contents: Mapping[str, _Entry], rank: int) -> list[
     return written
 
 
-def _finish(folder: str, contents: Mapping[str, _Entry], results: list[list[Any]]) -> None:
+def _write_metadata(
+    folder: str, contents: Mapping[str, _DcpValue], results: list[list[Any]]
+) -> None:
     chunks: dict[str, list[ChunkStorageMetadata]] = {key: [] for key in contents}
     found: list[WriteResult] = []
     for key, index_range, place in (one for each in results for one in each):

@@ -27,8 +27,8 @@ from .matching import (
     match_model,
     match_optimizer,
 )
-from .optimizers import (
-    Groups,
+from .optimizer_state import (
+    ParameterGroups,
     convert_state_to_save,
     local_state,
     members_of_groups,
@@ -43,7 +43,7 @@ from .protocol import (
     state_dict_of,
 )
 from .rank_exchange import RankExchange
-from .readable_tensor import describe, sent_by_first_rank
+from .readable_tensor import describe_value, sent_by_first_rank
 from .value_loading import load_model_values, load_optimizer_values
 
 T = TypeVar("T")
@@ -218,7 +218,7 @@ def match_given(
             return None, None
         looked = look(given)
         match(looked)
-        return looked, describe(looked, label)
+        return looked, describe_value(looked, label)
 
     looked, described = exchange.run(f"match {label}", match_own)
     return exchange.run_on_each_rank(
@@ -378,18 +378,18 @@ def _gather_converted(
 
 def state_kinds(
     exchange: RankExchange, inventory: Inventory, optimizer: torch.optim.Optimizer
-) -> Groups:
+) -> ParameterGroups:
     """Returns the parameters of each group. Raises as :func:`full_optim_state_dict`."""
     converts = state_converter_of(optimizer) is not None
 
-    def look() -> tuple[Groups, list[Any]]:
+    def look() -> tuple[ParameterGroups, list[Any]]:
         groups = members_of_groups(inventory, optimizer)
         kinds = [
             # Pairs keep the order of the keys, in which collectives run.
             [
                 shard.name,
                 [
-                    [key, _kind(shard, key, value, converts)]
+                    [key, _describe_state(shard, key, value, converts)]
                     for key, value in local_state(optimizer, shard.holder).items()
                 ],
             ]
@@ -406,7 +406,7 @@ def state_kinds(
     )
 
 
-def _kind(shard: ParameterShard, key: str, value: Any, converts: bool) -> str:
+def _describe_state(shard: ParameterShard, key: str, value: Any, converts: bool) -> str:
     """Describes a state, to compare ranks. Raises TypeError if it cannot be unsharded."""
     if isinstance(value, torch.Tensor):
         if converts:

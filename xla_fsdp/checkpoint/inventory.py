@@ -174,7 +174,7 @@ def make_inventory(model: nn.Module) -> Inventory:
         names = sorted(shard.names, key=lambda name: order.get(name, len(order)))
         parameters.append(replace(shard, names=tuple(names)))
     parameters.sort(key=lambda shard: order.get(shard.name, len(order)))
-    buffers = tuple(_buffers(model, units))
+    buffers = tuple(_find_buffers(model, units))
     for buffer in buffers:
         _require_values(f"buffer {buffer.name!r}", buffer.tensor)
     return Inventory(
@@ -264,7 +264,7 @@ def _unsharded_parameters(
         )
 
 
-def _buffers(model: nn.Module, units: NamedUnits) -> Iterator[ReplicatedBuffer]:
+def _find_buffers(model: nn.Module, units: NamedUnits) -> Iterator[ReplicatedBuffer]:
     casts = {
         dotted(path, name): dtype
         for path, unit in units

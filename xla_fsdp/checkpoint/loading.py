@@ -28,7 +28,7 @@ from ..consolidate.format.store import join
 from .contents import RNG_TORCH, RNG_XLA
 from .inventory import ParameterShard, make_inventory
 from .matching import Number, OptimizerMatch, OptimizerState, match_model, match_optimizer
-from .optimizers import members_of_groups
+from .optimizer_state import members_of_groups
 from .rank_exchange import RankExchange, wait_until
 from .readable_tensor import ReadableTensor
 from .value_loading import (
@@ -134,7 +134,7 @@ class Prepared:
             self.rng[1].restore()
 
 
-def prepare(
+def prepare_load(
     reader: Reader,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -305,7 +305,7 @@ def load_checkpoint(
 
         def read() -> Prepared:
             reader = Reader(open_checkpoint(found), exchange)
-            return prepare(reader, model, optimizer, scheduler, strict, restore_rng, weights)
+            return prepare_load(reader, model, optimizer, scheduler, strict, restore_rng, weights)
 
         prepared = exchange.run_on_each_rank("read the checkpoint", read)
         prepared.apply(exchange)

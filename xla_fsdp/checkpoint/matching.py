@@ -16,8 +16,8 @@ from ..optim.saved import state_converter_of
 from ..sharding.sharded_parameter import local
 from ..wording import join_some
 from .inventory import Entry, Inventory, ParameterShard, ReplicatedBuffer
-from .optimizers import (
-    Groups,
+from .optimizer_state import (
+    ParameterGroups,
     convert_state_to_load,
     elementwise_keys,
     members_of_groups,
@@ -90,7 +90,7 @@ def match_model(
                     f"{name!r} was saved as a {tensors[name].kind}, but is a {kind} of the model"
                 )
                 return None
-        misfits = [_misfit(name, each, entry, cast, remedy) for each, name in found.items()]
+        misfits = [_mismatch(name, each, entry, cast, remedy) for each, name in found.items()]
         problems.extend(filter(None, misfits))
         if not any(misfits):
             problems.extend(_untied(found, entry, same_run))
@@ -136,7 +136,9 @@ def format_names(names: Iterable[Any]) -> str:
     return join_some([repr(name) for name in names], 6)
 
 
-def _misfit(name: str, stored: ReadableTensor, entry: Entry, cast: bool, remedy: str) -> str | None:
+def _mismatch(
+    name: str, stored: ReadableTensor, entry: Entry, cast: bool, remedy: str
+) -> str | None:
     dtype = entry.dtype
     if tuple(stored.shape) != entry.shape:
         return f"{name!r} has shape {list(stored.shape)}, but {list(entry.shape)} in the model"
@@ -211,7 +213,7 @@ class OptimizerMatch:
 def match_optimizer(
     inventory: Inventory,
     optimizer: torch.optim.Optimizer,
-    groups: Groups,
+    groups: ParameterGroups,
     saved: OptimizerState,
     label: str,
 ) -> OptimizerMatch:
@@ -261,7 +263,7 @@ def match_optimizer(
 
 def _match_groups(
     optimizer: torch.optim.Optimizer,
-    groups: Groups,
+    groups: ParameterGroups,
     known: Mapping[str, ParameterShard],
     saved: OptimizerState,
     label: str,
@@ -310,7 +312,7 @@ def _match_groups(
                     f"parameter group {number} of the optimizer ({len(own)} parameters: "
                     f"{format_names(shard.name for shard in own)}) is not a group of the checkpoint"
                 )
-        elif any(not _equal(other, new) for other, _ in each):
+        elif any(not _stored_alike(other, new) for other, _ in each):
             problems.append(
                 f"has the parameters of group {number} of the optimizer in several groups, "
                 f"{sources}, which have different options"
@@ -396,7 +398,7 @@ def _match_holder(
                 f"{first.name!r} and {shard.name!r} are stored as one tensor in the model, but "
                 f"{key!r} differs"
                 for shard, value in numbers.items()
-                if not _equal(value, one)
+                if not _stored_alike(value, one)
             ]
         elif numbers:
             shard = next(iter(numbers))
@@ -416,18 +418,18 @@ def _match_holder(
     return found
 
 
-def _equal(one: Any, two: Any) -> bool:
+def _stored_alike(one: Any, two: Any) -> bool:
     """Whether two values are stored alike: NaN equals NaN, but 1 does not equal 1.0."""
     if isinstance(one, Number) and isinstance(two, Number):
-        return one.on_device is two.on_device and _equal(one.value, two.value)
+        return one.on_device is two.on_device and _stored_alike(one.value, two.value)
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         return same_bits(one, two)
     if isinstance(one, Mapping) and isinstance(two, Mapping):
-        return one.keys() == two.keys() and all(_equal(one[key], two[key]) for key in one)
+        return one.keys() == two.keys() and all(_stored_alike(one[key], two[key]) for key in one)
     if type(one) is not type(two):
         return False
     if isinstance(one, (list, tuple)):
-        return len(one) == len(two) and all(map(_equal, one, two))
+        return len(one) == len(two) and all(map(_stored_alike, one, two))
     return one == two or (one != one and two != two)
 
 
@@ -487,7 +489,10 @@ def convert_numbers_to_names(
 
 
 def _names_of_numbers(
-    saved_groups: Sequence[Mapping[str, Any]], inventory: Inventory, groups: Groups, label: str
+    saved_groups: Sequence[Mapping[str, Any]],
+    inventory: Inventory,
+    groups: ParameterGroups,
+    label: str,
 ) -> dict[int, str]:
     if all("param_names" in group for group in saved_groups):
         return {

@@ -183,11 +183,12 @@ def capture_loaded_values(
         if state is None:
             return (None, None), False
         inputs = _inputs(
-            _checked(state, label), lambda one: PlaceholderTensor(one, uses, one.shape, one.dtype)
+            _require_dict(state, label),
+            lambda one: PlaceholderTensor(one, uses, one.shape, one.dtype),
         )
         try:
             values = _make_placeholders(inventory, uses)
-            captured = _load(model, inventory, values, inputs, uses, label)
+            captured = _load_placeholders(model, inventory, values, inputs, uses, label)
         except Exception:
             if not uses.values_needed:
                 raise
@@ -209,7 +210,7 @@ def capture_loaded_values(
         if state is None or not needed:
             return captured
         inputs = _inputs(state, ReadableTensor.read_full)
-        return _load(model, inventory, values, inputs, Uses(), label)
+        return _load_placeholders(model, inventory, values, inputs, Uses(), label)
 
     return exchange.run_on_each_rank(doing, load_full)
 
@@ -231,7 +232,7 @@ def _make_placeholders(inventory: Inventory, uses: Uses) -> dict[Entry, torch.Te
     }
 
 
-def _checked(given: Any, label: str) -> Mapping[str, Any]:
+def _require_dict(given: Any, label: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise TypeError(f"{label} must be a dict, got {type(given).__name__}")
     for name in given:
@@ -253,7 +254,7 @@ def _inputs(
     return inputs
 
 
-def _load(
+def _load_placeholders(
     model: nn.Module,
     inventory: Inventory,
     values: Mapping[Entry, torch.Tensor],
@@ -271,7 +272,7 @@ def _load(
                 raise
             lines = (line.strip() for line in str(error).splitlines())
             raise ModelMismatchError(f"{label}: {' '.join(lines)}") from error
-        held, after = _held_by(root), _identities(root)
+        tensors, after = _tensors_of(root), _identities(root)
     copies: dict[Any, list[torch.Tensor]] = {}
     for target, value in uses.copied:
         copies.setdefault(target.source, []).append(value)
@@ -279,7 +280,7 @@ def _load(
     untouched: set[str] = set()
     seen: dict[int, ReadableTensor] = {}
     for entry in inventory.entries():
-        offered = {name: held[name] for name in entry.names if name in held}
+        offered = {name: tensors[name] for name in entry.names if name in tensors}
         if all(isinstance(value, PlaceholderTensor) for value in offered.values()):
             # It was overwritten once for each of its names.
             offered = dict(zip(entry.names, copies.get(entry, ()), strict=False))
@@ -290,13 +291,13 @@ def _load(
         for name, value in offered.items():
             if isinstance(value, PlaceholderTensor) and value.source is entry:
                 continue
-            found[name] = seen.setdefault(id(value), _stored(name, value, label))
+            found[name] = seen.setdefault(id(value), _source_of(name, value, label))
     for name, state in extra.items():
         found[name] = state.source if isinstance(state, PlaceholderTensor) else state
     return CapturedLoad(found, _reported(reported, inventory, untouched))
 
 
-def _stored(name: str, value: torch.Tensor, label: str) -> ReadableTensor:
+def _source_of(name: str, value: torch.Tensor, label: str) -> ReadableTensor:
     if isinstance(value, PlaceholderTensor):
         if isinstance(value.source, ReadableTensor):
             return value.source
@@ -338,12 +339,12 @@ def _unwrapped(model: nn.Module, values: Mapping[Entry, torch.Tensor]) -> Iterat
             for name, shown in flattened_in(module).items():
                 undo.callback(vars(module).__setitem__, name, shown)
                 del vars(module)[name]
-            _replace(module._parameters, path, by_name, undo)
-            _replace(module._buffers, path, by_name, undo)
+            _replace_tensors(module._parameters, path, by_name, undo)
+            _replace_tensors(module._buffers, path, by_name, undo)
         yield root
 
 
-def _replace(
+def _replace_tensors(
     kind: dict[str, Any], path: str, by_name: Mapping[str, torch.Tensor], undo: ExitStack
 ) -> None:
     for name in list(kind):
@@ -402,7 +403,7 @@ def _copied_tree(module: nn.Module, memo: dict[nn.Module, nn.Module]) -> nn.Modu
     return memo[module]
 
 
-def _held_by(root: nn.Module) -> dict[str, torch.Tensor]:
+def _tensors_of(root: nn.Module) -> dict[str, torch.Tensor]:
     return {
         dotted(path, name): value
         for path, module in root.named_modules(remove_duplicate=False)
@@ -413,7 +414,7 @@ def _held_by(root: nn.Module) -> dict[str, torch.Tensor]:
 
 def _identities(root: nn.Module) -> dict[str, tuple[int, int]]:
     """Values that change when a tensor is replaced or changed, by name."""
-    return {name: (id(value), value._version) for name, value in _held_by(root).items()}
+    return {name: (id(value), value._version) for name, value in _tensors_of(root).items()}
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def describe(value: Any, where: str) -> Any:
+def describe_value(value: Any, where: str) -> Any:
     """Describes a value as JSON, so that rank 0 can send it. ``where`` names it in messages.
 
     Raises UnsupportedValueError if it cannot be sent.
@@ -108,14 +108,17 @@ def describe(value: Any, where: str) -> Any:
     if isinstance(value, ReadableTensor):
         return {"shape": list(value.shape), "dtype": dtype_name(value.dtype, where)}
     if _has_stored(value):
-        return {"each": {name: describe(one, f"{where}[{name!r}]") for name, one in value.items()}}
+        return {
+            "each": {name: describe_value(one, f"{where}[{name!r}]") for name, one in value.items()}
+        }
     return {"value": encode(value, where)}
 
 
 def sent_by_first_rank(world: World, described: Any, value_on_first_rank: Any, where: str) -> Any:
     """Returns the value of rank 0 on every rank. Its tensors are sent when they are read.
 
-    ``described``: the result of :func:`describe` on rank 0. ``value_on_first_rank``: else ``None``.
+    ``described``: the result of :func:`describe_value` on rank 0. ``value_on_first_rank``: else
+    ``None``.
     """
     if "value" in described:
         return decode(described["value"], where)

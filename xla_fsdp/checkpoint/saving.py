@@ -275,13 +275,13 @@ class IncompleteSave:
                 folders.remove_checkpoint(self.store, path)
             later = max(folders.list_folders(self.store, self.root), default=self.place)
             if later > self.place:
-                _warn(
+                _warn_only(
                     f"{self.display_path} is complete, but the same folder has {later.name}, which "
                     "is later and remains the latest checkpoint. Remove it if it belongs to an "
                     "earlier run."
                 )
         except CheckpointError as error:
-            _warn(
+            _warn_only(
                 f"{self.display_path} is complete, but an older checkpoint could not be removed: "
                 f"{error}"
             )
@@ -297,7 +297,7 @@ def _run_concurrently(work: Callable[..., T], arguments: Sequence[tuple]) -> lis
         return pool.starmap(work, arguments, chunksize=1)
 
 
-def _warn(text: str) -> None:
+def _warn_only(text: str) -> None:
     with contextlib.suppress(Warning):
         warnings.warn(text, stacklevel=3)
 
@@ -352,7 +352,7 @@ def begin_save(
     def prepare() -> tuple[list[object], Any]:
         if exchange.rank:
             return [], None
-        save_id, version = _prepare(store, root, step)
+        save_id, version = _start_save(store, root, step)
         name = folders.CheckpointFolder(step, version).partial_name(save_id)
         return [store.hold_lock(join(root, name))], [save_id, version]
 
@@ -387,7 +387,7 @@ def begin_save(
     return incomplete
 
 
-def _prepare(store: Store, root: str, step: int) -> list:
+def _start_save(store: Store, root: str, step: int) -> list:
     store.make_folder(root)
     if store.renames:
         with contextlib.suppress(CheckpointError):  # no permission to read the parent
@@ -396,7 +396,7 @@ def _prepare(store: Store, root: str, step: int) -> list:
         try:
             store.remove(path)
         except CheckpointError as error:
-            _warn(f"a leftover of an earlier save could not be removed: {error}")
+            _warn_only(f"a leftover of an earlier save could not be removed: {error}")
     place = folders.next_folder(store, root, step)
     save_id = secrets.token_hex(8)
     partial = join(root, place.partial_name(save_id))

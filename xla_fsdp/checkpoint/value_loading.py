@@ -19,7 +19,7 @@ from ..sharding.optimizer_hook import state_is_by_name
 from ..sharding.sharded_parameter import as_sharded, local, on_local_parts
 from .inventory import CPU, Inventory
 from .matching import HolderState, Match, Number, OptimizerMatch
-from .optimizers import options
+from .optimizer_state import options
 from .readable_tensor import ReadableTensor, read_holder_values
 
 
@@ -57,7 +57,7 @@ def load_optimizer_values(match: OptimizerMatch) -> None:
                 continue
             if saver is not None:
                 saved = {
-                    key: value.value if isinstance(value, Number) else _read(value)
+                    key: value.value if isinstance(value, Number) else _value_of(value)
                     for key, value in match.state[holder].items()
                 }
                 with on_local_parts():
@@ -68,7 +68,7 @@ def load_optimizer_values(match: OptimizerMatch) -> None:
                 if isinstance(value, Number):
                     state[key] = _move_number(value, holder, devices.get(key), prefers_device)
                 else:
-                    moved = _read(value).to(holder.device)
+                    moved = _value_of(value).to(holder.device)
                     state[key] = moved if spec is None else as_sharded(moved, spec)
             optimizer.state[holder] = state
     numbers = [v for own in match.state.values() for v in own.values() if isinstance(v, Number)]
@@ -80,7 +80,7 @@ def load_optimizer_values(match: OptimizerMatch) -> None:
 def read_to_host(match: OptimizerMatch) -> OptimizerMatch:
     """Reads all values to the host, so that :func:`load_optimizer_values` cannot fail then."""
     state: dict[nn.Parameter, HolderState] = {
-        holder: {key: _read(value) for key, value in own.items()}
+        holder: {key: _value_of(value) for key, value in own.items()}
         for holder, own in match.state.items()
     }
     return replace(match, state=state)
@@ -127,7 +127,7 @@ def set_tensor_values(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Non
                 end_load(tensor)
 
 
-def _read(value: Any) -> Any:
+def _value_of(value: Any) -> Any:
     return value() if callable(value) else value
 
 

@@ -20,7 +20,7 @@ from ..consolidate.errors import (
     ModelMismatchError,
     UnsafeFileError,
 )
-from ..consolidate.format.container import Entry, read_container
+from ..consolidate.format.container import TensorEntry, read_container
 from ..consolidate.format.dtypes import DTYPES, is_dense
 from ..consolidate.format.local import LocalStore
 from ..consolidate.format.store import Store, join, open_store, read
@@ -213,7 +213,7 @@ def _open_safetensors(store: Store, place: str) -> dict[str, ReadableTensor]:
         lambda begin, end: read(store, place, begin, end), store.size(place), place
     )
 
-    def stored(entry: Entry) -> ReadableTensor:
+    def stored(entry: TensorEntry) -> ReadableTensor:
         def fill(out: torch.Tensor, begin: int) -> None:
             if out.numel():
                 at = entry.begin + begin * entry.itemsize

@@ -58,7 +58,7 @@ _REMOVED = "XLA_FSDP_COMPILATION_CACHE_FOLDER"
 _LIMIT = 8 << 30
 # Increase it when the format of the store changes.
 _FORMAT = "1"
-_KEPT = re.compile(r"(\d+)-(\d+)-([0-9a-f]{32})")
+_PROGRAM_FILE = re.compile(r"(\d+)-(\d+)-([0-9a-f]{32})")
 _RUN = re.compile(r"run-(.+)-(\d+)-[^-]+")
 _LOADING = re.compile(r"loading-(.+)-(\d+)")
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -114,7 +114,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     part = "0 of 1"
     if dist.is_torchelastic_launched():
         part = f"{os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-    _open(folder, part)
+    _open_cache(folder, part)
     os.environ[_STORE] = f"{os.getpid()}:{folder}"
     return folder
 
@@ -151,13 +151,13 @@ def _with_store(folder: str, fn: Callable, *args: Any) -> Any:
     with _opening:  # TPU v2 and v3 run two ranks in a process
         if not xlac.compilation_cache_exists():
             try:
-                _open(Path(folder), f"{xr.process_index()} of {xr.process_count()}")
+                _open_cache(Path(folder), f"{xr.process_index()} of {xr.process_count()}")
             except (OSError, NotImplementedError) as error:
                 warnings.warn(f"no compilation cache in this process: {error}", stacklevel=2)
     return fn(*args)
 
 
-def _open(folder: Path, part: str) -> None:
+def _open_cache(folder: Path, part: str) -> None:
     on = platform_of_ranks()
     if on not in xlac.CLIENTS:
         raise NotImplementedError(f"programs of PJRT_DEVICE={on} are not kept; CPU and TPU are")
@@ -171,7 +171,7 @@ def _open(folder: Path, part: str) -> None:
                 errno.EPERM, "anybody can put programs there, which you would run"
             )
         kind = f"{on.lower()}-{digest[:16]}"
-        run = open_run(folder.resolve(), kind, about)
+        run = open_session(folder.resolve(), kind, about)
     except OSError as error:
         raise type(error)(
             error.errno,
@@ -229,7 +229,7 @@ def _processor() -> str:
 
 
 @dataclass(frozen=True)
-class Program:
+class StoredProgram:
     path: Path
     name: str  # torch_xla's
     size: int
@@ -245,9 +245,9 @@ def _entries_of(folder: Path) -> list[os.DirEntry]:
         return []
 
 
-def _programs_in(kind: Path) -> list[Program]:
-    named = ((Path(entry.path), _KEPT.fullmatch(entry.name)) for entry in _entries_of(kind))
-    return [Program(path, one[1], int(one[2]), one[3]) for path, one in named if one]
+def _programs_in(kind: Path) -> list[StoredProgram]:
+    named = ((Path(entry.path), _PROGRAM_FILE.fullmatch(entry.name)) for entry in _entries_of(kind))
+    return [StoredProgram(path, one[1], int(one[2]), one[3]) for path, one in named if one]
 
 
 def _digest_of(path: Path) -> str:
@@ -281,13 +281,13 @@ def _write_at_once(path: Path, write: Callable[[str], object]) -> None:
         raise
 
 
-class Run:
+class CacheSession:
     """One process's programs from and for the store; torch_xla uses ``folder``."""
 
     def __init__(self, kind: Path, began: Callable[[], bool]) -> None:
         self._kind, self._began = kind, began
-        self.folder = Path(tempfile.mkdtemp(prefix=f"run-{_host()}-{os.getpid()}-", dir=kind))
-        self._loading = kind / f"loading-{_host()}-{os.getpid()}"
+        self.folder = Path(tempfile.mkdtemp(prefix=f"run-{_host_name()}-{os.getpid()}-", dir=kind))
+        self._loading = kind / f"loading-{_host_name()}-{os.getpid()}"
         programs = [] if _died_while_loading(kind) else _programs_in(kind)
         self._known = set(filter(None, map(self._take, programs)))
         if self._known:
@@ -329,7 +329,7 @@ class Run:
                     self._loading.unlink(missing_ok=True)
                 self.keep_new()
 
-    def _take(self, program: Program) -> tuple[str, int] | None:
+    def _take(self, program: StoredProgram) -> tuple[str, int] | None:
         path, size = program.path, program.size
         target = self.folder / program.name
         try:
@@ -358,13 +358,13 @@ class Run:
                 other.unlink(missing_ok=True)
 
 
-def open_run(
+def open_session(
     store: Path,
     name: str,
     about: Mapping[str, str],
     limit: int = _LIMIT,
     began: Callable[[], bool] = lambda: any(compilation_counts()),
-) -> Run:
+) -> CacheSession:
     """Starts a run with the programs of the kind ``name``, which has the properties ``about``.
 
     Removes the oldest programs until all kinds have at most ``limit`` bytes. ``began``: whether
@@ -378,7 +378,7 @@ def open_run(
     if not (kind / "about.json").exists():
         text = json.dumps(dict(about), indent=1)
         _write_at_once(kind / "about.json", lambda path: Path(path).write_text(text))
-    return Run(kind, began)
+    return CacheSession(kind, began)
 
 
 def _died_while_loading(kind: Path) -> bool:
@@ -387,7 +387,7 @@ def _died_while_loading(kind: Path) -> bool:
     for entry in _entries_of(kind):
         match = _LOADING.fullmatch(entry.name)
         # In a restarted container, this process may have the same number.
-        if match and (_is_gone(match) or match.groups() == (_host(), str(os.getpid()))):
+        if match and (_is_gone(match) or match.groups() == (_host_name(), str(os.getpid()))):
             Path(entry.path).unlink(missing_ok=True)
             found = True
     if found:
@@ -400,10 +400,10 @@ def _died_while_loading(kind: Path) -> bool:
 
 
 def _is_gone(match: re.Match[str]) -> bool:
-    return match[1] == _host() and not Path("/proc", match[2]).exists()
+    return match[1] == _host_name() and not Path("/proc", match[2]).exists()
 
 
-def _host() -> str:
+def _host_name() -> str:
     return re.sub(r"[^\w.]", "_", socket.gethostname())
 
 
@@ -464,7 +464,7 @@ def repair_client(platform_name: str) -> None:
     if [len(found) for found in places] != [1, 1] or not _is_read_only(address):
         _refuse(f"the functions of xla::{client.name} are not as expected")
     deserialize, load = _functions(symbols[client.load_serialized].address)
-    _write(address, size, table, {places[0][0]: deserialize, places[1][0]: load})
+    _patch_table(address, size, table, {places[0][0]: deserialize, places[1][0]: load})
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -520,7 +520,7 @@ def _is_read_only(address: int) -> bool:
     return False
 
 
-def _write(start: int, size: int, table: ctypes.Array, entries: dict[int, int]) -> None:
+def _patch_table(start: int, size: int, table: ctypes.Array, entries: dict[int, int]) -> None:
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     length = start + size - first
     libc = _libc()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ..compiler_options import OPTIONS, accepted, libtpu_init_args
 from ..tpu.chips import CHIPS, Chip
-from ..tpu.libtpu_flags import ARGUMENTS, library, read, with_last
+from ..tpu.libtpu_flags import ARGUMENTS, library, parse_arguments, with_last
 
 MEGACORE = "TPU_MEGACORE"
 # ``xla_fsdp.launch``; torch_xla's own launch; JAX or others without torch_xla.
@@ -54,11 +54,11 @@ def host_options(
     if launcher not in LAUNCHERS:
         raise ValueError(f"launcher must be one of {', '.join(LAUNCHERS)}; got {launcher!r}")
     given = dict(_of_the_user(os.environ) if environ is None else environ)
-    user = read(given.get(ARGUMENTS, ""))
+    user = parse_arguments(given.get(ARGUMENTS, ""))
     whose = dict.fromkeys(user, ARGUMENTS)
     if launcher != "other":
         given = torch_xla_environment(chip, given)
-        whose = {**dict.fromkeys(read(given.get(ARGUMENTS, "")), "torch_xla"), **whose}
+        whose = {**dict.fromkeys(parse_arguments(given.get(ARGUMENTS, "")), "torch_xla"), **whose}
     arguments = given.get(ARGUMENTS, "")
     if launcher == "xla_fsdp":
         arguments = libtpu_init_args(arguments, OPTIONS)

@@ -46,8 +46,8 @@ from ..sharding.sharded_tensor import require_reduced
 from ..sharding.state import is_sharded
 from ..wrapper import XlaFullyShardedDataParallel
 from .changes import Changes
+from .full_weights import outermost_wrapper
 from .optimizers import average_unsharded, load_joined, save_alone, switch_to_shards
-from .saving import outermost
 from .sharding import (
     SHARD_SIZE,
     Sharding,
@@ -131,13 +131,13 @@ def sharding_of_plugin(plugin: FullyShardedDataParallelPlugin, mixed_precision: 
         full_precision=mixed_precision != "no",
         full_state=plugin.state_dict_type.name == "FULL_STATE_DICT",
         checkpointing=bool(plugin.activation_checkpointing),
-        ignored=_ignored(plugin.ignored_modules),
+        ignored=_check_ignored(plugin.ignored_modules),
         output_dtype=output_dtype,
-        **_units(plugin),
+        **_wrap_policy(plugin),
     )
 
 
-def _ignored(given: Any) -> Sequence[nn.Module] | str:
+def _check_ignored(given: Any) -> Sequence[nn.Module] | str:
     if isinstance(given, str):
         try:
             re.compile(given)
@@ -157,7 +157,7 @@ def _ignored(given: Any) -> Sequence[nn.Module] | str:
     return modules
 
 
-def _units(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
+def _wrap_policy(plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
     policy = plugin.auto_wrap_policy
     arguments: dict[str, Any] = {}
     # A script may have called set_auto_wrap_policy, which creates a functools.partial.
@@ -204,7 +204,7 @@ def _state_of_process(original: Any, self: PartialState, *args: Any, **kwargs: A
 
 
 @changes.around(AcceleratorState, "__init__")
-def _state(original: Any, self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+def _init_state(original: Any, self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
     before = downcasting()
     original(self, *args, **kwargs)
     plugin = kwargs.get("fsdp_plugin")
@@ -332,7 +332,7 @@ class _LoaderPosition:
 
 
 @changes.around(MpDeviceLoaderWrapper, "__iter__")
-def _batches(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
+def _mark_last_batch(original: Any, self: MpDeviceLoaderWrapper) -> Iterator[Any]:
     """Marks the last batch when the loop receives it. The original marks it in the thread that
     reads ahead: ``gather_for_metrics`` would cut, and ``accumulate`` step, at an earlier batch."""
     self.dataloader.gradient_state = SimpleNamespace(
@@ -358,7 +358,7 @@ changes.set(MpDeviceLoaderWrapper, "dataset", property(lambda self: self.dataloa
 
 
 @changes.around(AcceleratedOptimizer, "step")
-def _step(original: Any, self: AcceleratedOptimizer, closure: Any = None) -> None:
+def _average_and_step(original: Any, self: AcceleratedOptimizer, closure: Any = None) -> None:
     if not has_shards(self.optimizer) and sharding_of(self.accelerator_state) is None:
         return original(self, closure)
     stepping = self.gradient_state.sync_gradients
@@ -420,7 +420,7 @@ def _get_state_dict(
     """The full state dict on rank 0, and ``{}`` on the others. Every rank must call it."""
     if not is_sharded(model):
         return original(self, model, unwrap)
-    root, path = outermost(model)  # the model may be unwrapped
+    root, path = outermost_wrapper(model)  # the model may be unwrapped
     return gather_state(root, lambda _: True, rank0_only=True, offload_to_cpu=True, path=path)
 
 
@@ -513,7 +513,7 @@ _reading = threading.Lock()
 
 
 @changes.around(accelerate.checkpointing, "load")
-def _load(original: Any, *args: Any, **kwargs: Any) -> Any:
+def _load_one_rank_at_a_time(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Lets one rank at a time load: the classes that ``torch.load`` trusts are a list of the
     process, which the original edits for a moment."""
     with _reading:

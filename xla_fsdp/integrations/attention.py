@@ -13,7 +13,7 @@ from ..layers import attention
 from .changes import Changes
 
 NAME = "xla_fsdp"
-changes = Changes("torch")
+patches = Changes("torch")
 
 
 def install() -> None:
@@ -28,7 +28,7 @@ def install() -> None:
     with_transformers = "transformers" in sys.modules
     if with_transformers:
         _check_transformers()
-    changes.apply()
+    patches.apply()
     if with_transformers:
         from transformers.masking_utils import AttentionMaskInterface
         from transformers.modeling_utils import AttentionInterface
@@ -39,10 +39,10 @@ def install() -> None:
 
 def uninstall() -> None:
     """Restores torch's function. Models with ``attn_implementation="xla_fsdp"`` keep it."""
-    changes.undo()
+    patches.undo()
 
 
-@changes.around(F, "scaled_dot_product_attention")
+@patches.around(F, "scaled_dot_product_attention")
 def _attend(
     original: Callable[..., torch.Tensor],
     query: torch.Tensor,

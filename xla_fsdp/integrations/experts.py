@@ -35,26 +35,27 @@ def use_static_experts(model: nn.Module) -> list[str]:
     Raises:
         ValueError: ``model`` has experts of a class that is not supported.
     """
-    register()
+    register_experts()
     blocks = {name: module for name, module in model.named_modules() if _is_block(module)}
     for name, block in blocks.items():
-        if not _has_interface(block.experts) and _kind(_target(block)) not in _KNOWN:
+        if not _has_interface(block.experts) and _class_name(_selector(block)) not in _KNOWN:
             raise ValueError(
-                f"{name} is a {_kind(block)}, whose experts are not supported. Supported classes: "
-                f"{', '.join(sorted(_KNOWN))}. If these experts select their tokens, every step "
-                "compiles another program on XLA. Use one of these classes, or Transformers 5"
+                f"{name} is a {_class_name(block)}, whose experts are not supported. Supported "
+                f"classes: {', '.join(sorted(_KNOWN))}. If these experts select their tokens, "
+                "every step compiles another program on XLA. Use one of these classes, or "
+                "Transformers 5"
             )
     for block in blocks.values():
         if _has_interface(block.experts):
             block.experts.config._experts_implementation = NAME
         else:
-            target = _target(block)
-            method, static = _KNOWN[_kind(target)]
+            target = _selector(block)
+            method, static = _KNOWN[_class_name(target)]
             setattr(target, method, functools.partial(static, target))
     return list(blocks)
 
 
-def register() -> None:
+def register_experts() -> None:
     """Registers ``experts_implementation="xla_fsdp"``, which the default implementation then uses
     for XLA tensors; nothing before Transformers 5. Raises MissingNamesError."""
     from transformers import configuration_utils
@@ -89,8 +90,8 @@ def warn_of_dynamic_experts(model: nn.Module) -> None:
     for module in model.modules():
         if not _is_block(module) or hasattr(module, _WATCHED):
             continue
-        if _has_interface(module.experts) or _kind(_target(module)) in _KNOWN:
-            setattr(module, _WATCHED, module.register_forward_pre_hook(_warn))
+        if _has_interface(module.experts) or _class_name(_selector(module)) in _KNOWN:
+            setattr(module, _WATCHED, module.register_forward_pre_hook(_warn_if_not_static))
 
 
 # On a block: the handle of the hook that warns.
@@ -98,24 +99,24 @@ _WATCHED = "_xla_fsdp_watched"
 _DEFAULT = "grouped_mm"
 
 
-def _warn(block: Any, inputs: Any) -> None:
+def _warn_if_not_static(block: Any, inputs: Any) -> None:
     getattr(block, _WATCHED).remove()
     if _has_interface(block.experts):
         way = block.experts.config._experts_implementation
         static = way in (NAME, _DEFAULT, "batched_mm")
     else:
-        target = _target(block)
-        static = _KNOWN[_kind(target)][0] in vars(target)
+        target = _selector(block)
+        static = _KNOWN[_class_name(target)][0] in vars(target)
     if not static:
         warnings.warn(
-            f"the experts of {_kind(block)} select their tokens, so every step compiles another "
-            "program on every rank, and plans miss the experts: call "
+            f"the experts of {_class_name(block)} select their tokens, so every step compiles "
+            "another program on every rank, and plans miss the experts: call "
             "xla_fsdp.integrations.experts.use_static_experts(model)",
             stacklevel=2,
         )
 
 
-def _kind(module: nn.Module) -> str:
+def _class_name(module: nn.Module) -> str:
     return type(module).__name__
 
 
@@ -123,7 +124,7 @@ def _is_block(module: Any) -> bool:
     return (
         isinstance(getattr(module, "experts", None), nn.Module)
         and type(module).__module__.startswith("transformers.")
-        and _kind(module) not in _STATIC
+        and _class_name(module) not in _STATIC
     )
 
 
@@ -133,9 +134,9 @@ def _has_interface(experts: Any) -> bool:
     return all(hasattr(experts, name) for name in names)
 
 
-def _target(block: Any) -> Any:
+def _selector(block: Any) -> Any:
     """The module whose method selects tokens: the experts, or the block around them."""
-    return block.experts if _kind(block.experts) in _KNOWN else block
+    return block.experts if _class_name(block.experts) in _KNOWN else block
 
 
 def _on_xla(

@@ -114,7 +114,7 @@ class _HostView:
     def _has_unfinished_sequences(
         self, this_peer_finished: Any, synced_gpus: bool, device: torch.device
     ) -> bool:
-        return self.decoding.go_on(not bool(this_peer_finished))
+        return self.decoding.wait_for_others(not bool(this_peer_finished))
 
     def _validate_generation_mode(self, mode: Any, config: Any, others: dict[str, Any]) -> None:
         refused = {
@@ -248,7 +248,7 @@ class _Decoding:
         self.slots.seen = first + length
         return CausalLMOutputWithPast(**{"logits": scores[:own], _CACHE: self.cache})
 
-    def go_on(self, unfinished: bool) -> bool:
+    def wait_for_others(self, unfinished: bool) -> bool:
         """Returns ``unfinished``; if false, first takes part in the forwards of all others."""
         while self.exchange.size > 1 and self._anybody(unfinished) and not unfinished:
             assert self._again is not None, "a rank with nothing to do has computed its prompt"

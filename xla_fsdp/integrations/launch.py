@@ -180,11 +180,11 @@ def environment_of(config: ClusterConfig) -> dict[str, str]:
     found["ACCELERATE_USE_FSDP"] = "true"
     version = str(given.get("fsdp_version", 1))
     for name, value in given.items():
-        found[_VARIABLES.get(name, name.upper())] = _text(name, value, version)
+        found[_VARIABLES.get(name, name.upper())] = _option_value(name, value, version)
     return found
 
 
-def _text(name: str, value: Any, version: str) -> str:
+def _option_value(name: str, value: Any, version: str) -> str:
     text, allowed = str(value).strip(), _OPTIONS[name]
     if name == "fsdp_reshard_after_forward":
         allowed = FSDP_SHARDING_STRATEGY if version == "1" else _FLAG

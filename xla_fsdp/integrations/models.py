@@ -16,13 +16,13 @@ from transformers.modeling_utils import ModuleUtilsMixin, PreTrainedModel
 
 from ..sharding.state import is_sharded
 from .changes import Changes
-from .experts import register, warn_of_dynamic_experts
+from .experts import register_experts, warn_of_dynamic_experts
+from .full_weights import count_full_parameters, save_whole
 from .generation import generate_sharded
-from .saving import count_full_parameters, save_whole
 
 changes = Changes("transformers")
 
-# The names that saving.py and generation.py use or override.
+# The names that full_weights.py and generation.py use or override.
 changes.require(
     PreTrainedModel,
     *("device", "dtype", "base_model_prefix", "_no_split_modules"),
@@ -57,7 +57,7 @@ changes.around(GenerationMixin, "generate", is_sharded)(generate_sharded)
 
 
 @changes.around(ModuleUtilsMixin, "num_parameters", is_sharded)
-def _count(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> int:
+def _num_parameters(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> int:
     return count_full_parameters(model, *args, **kwargs)
 
 
@@ -83,5 +83,5 @@ def _push(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
 
 
 changes.check()
-register()
+register_experts()
 changes.apply()

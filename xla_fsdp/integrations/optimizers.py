@@ -62,7 +62,7 @@ class JoinedOptimizers(torch.optim.Optimizer):
         self.state = {k: v for each in optimizers for k, v in each.state.items()}  # type: ignore[assignment]
 
 
-def joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
+def join_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
     if len(optimizers) > 1:
         return JoinedOptimizers(optimizers)
     return optimizers[0] if optimizers else None
@@ -84,7 +84,7 @@ def save_alone(
 
     last = RankExchange().run_on_first_rank(f"look into {folder}", last_step)
     save_checkpoint(
-        folder, model, joined(optimizers), step=max(step, last), extra=extra, keep_last=1
+        folder, model, join_optimizers(optimizers), step=max(step, last), extra=extra, keep_last=1
     )
 
 
@@ -92,7 +92,7 @@ def load_joined(
     folder: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], **options: Any
 ) -> Any:
     """Loads what :func:`save_alone` saved, as :func:`~xla_fsdp.load_checkpoint` does."""
-    both = joined(optimizers)
+    both = join_optimizers(optimizers)
     loaded = load_checkpoint(folder, model, both, **options)
     if isinstance(both, JoinedOptimizers):
         for each in optimizers:

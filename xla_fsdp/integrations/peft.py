@@ -24,7 +24,7 @@ from ..names import dotted
 from ..sharding.state import is_sharded
 from ..sharding.summon import summon_full_params
 from .changes import Changes
-from .saving import outermost, owned, save_whole
+from .full_weights import outermost_wrapper, owned, save_whole
 
 __all__ = ["adapt", "save_merged"]
 
@@ -48,7 +48,7 @@ def adapt(module: nn.Module) -> None:
 def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     if any(config.is_prompt_learning for config in model.peft_config.values()):
         # Prompts are computed from full parameters when they are saved.
-        root, _ = outermost(model)
+        root, _ = outermost_wrapper(model)
         with summon_full_params(root, writeback=False, rank0_only=True, offload_to_cpu=True):
             RankExchange().run_on_first_rank(
                 "write the adapters", lambda: original(model, *args, **kwargs)
@@ -79,7 +79,7 @@ def _save(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -
 
 
 @changes.around(PeftModel, "load_adapter", is_sharded)
-def _load(
+def _load_adapter(
     original: Callable[..., Any],
     model: Any,
     model_id: Any,
@@ -93,13 +93,13 @@ def _load(
             f"sharded: add it before wrapping. The model has {sorted(model.peft_config)}"
         )
     if model.peft_config[adapter_name].is_prompt_learning:
-        holder, _ = outermost(model.prompt_encoder)
+        holder, _ = outermost_wrapper(model.prompt_encoder)
         with summon_full_params(holder, recurse=False):
             return original(model, model_id, adapter_name, is_trainable=is_trainable, **kwargs)
     found = load_peft_weights(os.fspath(model_id), device="cpu")
-    root, path = outermost(model)
+    root, path = outermost_wrapper(model)
     wanted = _adapter_names(model)
-    names = {_without(adapter_name, name): name for name, _ in owned(model) if wanted(name)}
+    names = {_name_in_file(adapter_name, name): name for name, _ in owned(model) if wanted(name)}
     unknown = [name for name in found if name not in names]
     missing = [name for name in names if name not in found and f".{adapter_name}" in names[name]]
     if unknown or missing or not found:
@@ -148,7 +148,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> N
             f"model must be a wrapper around a PeftModel, got {type(peft_model).__name__}; "
             "without a wrapper: model.merge_and_unload().save_pretrained(folder)"
         )
-    root, _ = outermost(peft_model)
+    root, _ = outermost_wrapper(peft_model)
     base: Any = peft_model.get_base_model()
     exchange = RankExchange()
     state: dict[str, Any] = {}
@@ -209,7 +209,7 @@ def _adapter_names(model: Any) -> Callable[[str], bool]:
     return wanted
 
 
-def _without(adapter: str, name: str) -> str:
+def _name_in_file(adapter: str, name: str) -> str:
     """The name of the parameter ``name`` in a file, which lacks the adapter's name."""
     name = name.replace(f".modules_to_save.{adapter}.", ".")
     parts = name.split(".")  # the adapter's name is the last part, or the last but one

@@ -88,6 +88,6 @@ def _compute_buffers(model: Any) -> None:
             assert value is not None
             module._buffers[key] = value.clone()
             # Rotary embeddings have the same tensor as an attribute.
-            for attribute, held in list(vars(module).items()):
-                if isinstance(held, torch.Tensor) and held.is_meta:
+            for attribute, other in list(vars(module).items()):
+                if isinstance(other, torch.Tensor) and other.is_meta:
                     setattr(module, attribute, getattr(built[kind], attribute).clone())

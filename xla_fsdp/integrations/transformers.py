@@ -129,11 +129,11 @@ def sharding_of_arguments(args: TrainingArguments) -> Sharding:
         if name in config:
             options[name] = _flag(name, config[name])
     if "backward_prefetch" in config:
-        options["backward_prefetch"] = _prefetch(config["backward_prefetch"])
+        options["backward_prefetch"] = _parse_prefetch(config["backward_prefetch"])
     if "sharding_strategy" in settings:
         options |= meant_by_name(str(settings.pop("sharding_strategy")))
     if "backward_prefetch" in settings:
-        options["backward_prefetch"] = _prefetch(settings.pop("backward_prefetch"))
+        options["backward_prefetch"] = _parse_prefetch(settings.pop("backward_prefetch"))
     options |= settings
     if args.bf16 and not {"compute_dtype", "mixed_precision"} & set(settings):
         options["mixed_precision"] = MixedPrecision(torch.bfloat16)
@@ -155,7 +155,7 @@ def _flag(name: str, value: Any) -> bool:
     return str(value).lower() == "true"
 
 
-def _prefetch(value: Any) -> BackwardPrefetch | None:
+def _parse_prefetch(value: Any) -> BackwardPrefetch | None:
     if value is None or isinstance(value, BackwardPrefetch):
         return value
     name = str(value).upper()
@@ -202,7 +202,7 @@ def _decay_names(original: Any, self: Trainer, model: nn.Module) -> list[str]:
 
 
 @changes.around(Trainer, "get_optimizer_cls_and_kwargs")
-def _optimizer(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+def _drop_fused(original: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """Removes the default ``fused``: that kernel supports no XLA tensors, and XLA fuses anyway."""
     cls, options = original(*args, **kwargs)
     return cls, {name: value for name, value in options.items() if name != "fused"}
@@ -213,7 +213,7 @@ _MICRO_BATCHES = "_xla_fsdp_micro_batches"
 
 
 @changes.around(Trainer, "training_step")
-def _training_step(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _note_micro_batches(original: Any, self: Trainer, *args: Any, **kwargs: Any) -> torch.Tensor:
     setattr(self, _MICRO_BATCHES, self.current_gradient_accumulation_steps)
     try:
         return original(self, *args, **kwargs)
@@ -356,7 +356,7 @@ def _save_optimizer(original: Any, self: Trainer, output_dir: str) -> None:
 
 
 @changes.around(Trainer, "_load_optimizer_and_scheduler", _trains_shards)
-def _load_optimizer(original: Any, self: Trainer, checkpoint: str | None) -> None:
+def _load_sharded_optimizer(original: Any, self: Trainer, checkpoint: str | None) -> None:
     """Loads what :func:`_save_optimizer` saved, or a Trainer without sharding."""
     if checkpoint is None:
         return

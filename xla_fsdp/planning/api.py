@@ -79,7 +79,7 @@ def plan(
     shown = Progress() if progress else Progress(None)
     target = Target.of(topology, compiler, launcher, compiler_options, cache, shown, calibration)
     where, host = target.where, target.host()
-    numbers = _ranks(ranks, where)
+    numbers = _check_ranks(ranks, where)
 
     def trace(rank: int) -> TracedStep:
         with shown.while_doing(f"tracing rank {rank} of {where.devices}"):
@@ -100,7 +100,7 @@ def plan(
     return report_on_parts(first, compiled, report_on, where.chip.device_flops)
 
 
-def _ranks(ranks: Iterable[int] | None, where: Slice) -> tuple[int, ...]:
+def _check_ranks(ranks: Iterable[int] | None, where: Slice) -> tuple[int, ...]:
     last = where.devices - 1
     if ranks is None:
         return tuple(sorted({0, min(1, last), last}))

@@ -15,14 +15,14 @@ from dataclasses import replace
 from ..compiled.host_options import HostOptions
 from ..tpu.calibration import calibrated
 from ..tpu.chips import Chip
-from ..tpu.links import describe
-from .compiling.cache import CompiledStep
+from ..tpu.links import describe_links
 from .compiling.compile_child import peak_memory
 from .compiling.compiler import Target
+from .compiling.plan_cache import CompiledStep
 from .program.assignment import read_assignment
 from .program.flops import why_no_kernel
 from .program.schedule import read_schedule
-from .records import CompilerMemory, Part, Schedule, Timing
+from .records import CompilerMemory, ProgramPart, Schedule, Timing
 from .reporting.advice import Situation, suggestions, warnings
 from .reporting.report import Report
 from .timing import time_step
@@ -59,7 +59,7 @@ def make_report(
     host: HostOptions,
     step: TracedStep,
     compiled: CompiledStep,
-    beside: int | None = None,
+    other_programs: int | None = None,
     *,
     ranks: tuple[int, ...] = (0,),
     executables: int = 1,
@@ -67,13 +67,13 @@ def make_report(
 ) -> Report:
     """The report on ``compiled``, the program of ``step``.
 
-    ``beside``: bytes of the other programs of a streamed step; ``None`` if this program is the
-    entire step. ``executables``: the number of different programs among those of ``ranks``.
+    ``other_programs``: bytes of the other programs of a streamed step; ``None`` if this program is
+    the entire step. ``executables``: the number of different programs among those of ``ranks``.
     """
     measured, where = target.measured, calibrated(target.where, target.measured)
     chip, capacity = where.chip, where.chip.device_usable_hbm_bytes(host.chip_config)
     schedule, memory = _laid_out(compiled, step, chip)
-    memory = replace(memory, beside=beside or 0)
+    memory = replace(memory, other_programs=other_programs or 0)
     to_host = to_device = chip.device_host_bandwidth
     if measured is not None:
         to_host, to_device = measured.to_host or to_host, measured.to_device or to_device
@@ -97,7 +97,7 @@ def make_report(
         )
     if measured is not None:
         notes.append(measured.note(target.where.chip))
-    elif beside is None and not compiled.refusal and timing.compute and chip.published:
+    elif other_programs is None and not compiled.refusal and timing.compute and chip.published:
         times, runs = chip.published
         notes.append(
             f"Published runs on {chip.family} took {times:.2f} times the modelled step (median of "
@@ -114,7 +114,7 @@ def make_report(
             link=chip.device_host_bandwidth,
             link_source=chip.sources["pcie_bandwidth"],
         )
-        notes += [_THEN_ON_THE_HOST] if beside is None else []
+        notes += [_THEN_ON_THE_HOST] if other_programs is None else []
     situation = Situation(
         schedule=schedule,
         timing=timing,
@@ -141,7 +141,7 @@ def make_report(
         timing=timing,
         bound_wire_bytes=step.bound,
         bound_label="" if step.bound is None else _BOUND,
-        link_model=describe(where),
+        link_model=describe_links(where),
         compile_seconds=compiled.seconds,
         program_bytes=memory.code,
         ranks_traced=ranks,
@@ -175,10 +175,10 @@ def _laid_out(
     peak, memory = max(schedule.curve), compiled.memory
     if memory is None:
         memory = CompilerMemory(
-            arguments=assignment.held("argument"),
-            outputs=assignment.held("output"),  # without those in the buffer of an argument
+            arguments=assignment.bytes_of("argument"),
+            outputs=assignment.bytes_of("output"),  # without those in the buffer of an argument
             aliased=0,
-            temporaries=assignment.held("temporary"),
+            temporaries=assignment.bytes_of("temporary"),
             code=0,
             peak=peak,
         )
@@ -206,13 +206,13 @@ def report_on_parts(
     for part, one in both:
         if one.key in found:
             continue
-        tensors = max(other.beside for other, same in both if same.key == one.key)
+        tensors = max(other.other_programs for other, same in both if same.key == one.key)
         others = sum(codes.values()) - codes[one.key]  # all executables stay on the device
         alone = replace(step, program=part.program, parts=())
         report = found[one.key] = report_on(alone, one, tensors + others)
         parts.append(
-            Part(
-                name=_named(part.program.arguments, part.backward),
+            ProgramPart(
+                name=_name_of_part(part.program.arguments, part.backward),
                 times=times[one.key],
                 required=report.memory.required,
                 seconds=report.timing.step,
@@ -263,7 +263,7 @@ def _timing(
     )
 
 
-def _named(arguments: Sequence[str], backward: bool) -> str:
+def _name_of_part(arguments: Sequence[str], backward: bool) -> str:
     owners = [_STATE.sub("", name).rpartition(".")[0].split(".") for name in arguments if name]
     common = ".".join(os.path.commonprefix(owners)) if owners else ""
     return f"{'backward' if backward else 'forward'} of {common or 'several modules'}"

@@ -19,9 +19,9 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from .program.schedule import computing, read_line
+from .program.schedule import computing_places, read_line
 from .protobuf import message_classes
-from .records import Collective, Slot
+from .records import CompiledCollective, Slot
 
 _DEVICE = re.compile(r"/device:TPU:\d+")
 _HOST = "/host:CPU"
@@ -64,7 +64,7 @@ def messages() -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class Event:
+class ProfileEvent:
     name: str
     shown: str
     begin: float
@@ -79,27 +79,27 @@ class Plane:
     """
 
     def __init__(self, message: Any) -> None:
-        self.name = _text(message.name)
+        self.name = _utf8(message.name)
         self._lines = message.lines
-        self._stats = {entry.key: _text(entry.value.name) for entry in message.stat_metadata}
+        self._stats = {entry.key: _utf8(entry.value.name) for entry in message.stat_metadata}
         self.kinds = {
             entry.key: (
-                _text(entry.value.name),
-                _text(entry.value.display_name),
+                _utf8(entry.value.name),
+                _utf8(entry.value.display_name),
                 self._read(entry.value.stats),
             )
             for entry in message.event_metadata
         }
 
-    def events(self, line: str = "") -> Iterator[Event]:
+    def events(self, line: str = "") -> Iterator[ProfileEvent]:
         for one in self._lines:
-            if line in ("", _text(one.name)):
+            if line in ("", _utf8(one.name)):
                 for event in one.events:
                     name, shown, stats = self.kinds.get(event.metadata_id, ("", "", {}))
                     begin = 1e-9 * one.timestamp_ns + 1e-12 * event.offset_ps
                     end = begin + 1e-12 * max(event.duration_ps, 0)
                     own = self._read(event.stats) if event.stats else {}
-                    yield Event(name, shown, begin, end, {**stats, **own})
+                    yield ProfileEvent(name, shown, begin, end, {**stats, **own})
 
     def _read(self, stats: Any) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -108,14 +108,14 @@ class Plane:
             if given:
                 value = getattr(stat, given[-1])
                 if given[-1] == "str_value":
-                    value = _text(value)
+                    value = _utf8(value)
                 elif given[-1] == "ref_value":
                     value = self._stats.get(value, "")
                 found[self._stats.get(stat.metadata_id, "")] = value
         return found
 
 
-def _text(data: bytes) -> str:
+def _utf8(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
@@ -134,7 +134,7 @@ def _planes(path: Path) -> list[Plane]:
 
 
 @dataclass(frozen=True)
-class Program:
+class RecordedProgram:
     """One compiled program; all mappings are by the name of the instruction.
 
     ``compute``: (phase, module). ``starts``: the collective that it starts. ``ends``: the
@@ -143,7 +143,7 @@ class Program:
 
     name: str
     compute: Mapping[str, tuple[str, str]]
-    starts: Mapping[str, Collective]
+    starts: Mapping[str, CompiledCollective]
     ends: Mapping[str, str]
     times: Mapping[str, int]
 
@@ -153,7 +153,7 @@ class Program:
         return {*found, *(c.module for c in self.starts.values())} - {""}
 
 
-def read_program(name: str, proto: bytes) -> Program:
+def read_program(name: str, proto: bytes) -> RecordedProgram:
     """Parse an HloProto; ValueError if this XLA cannot read it, or not in time, or it is not
     scheduled.
     """
@@ -177,7 +177,7 @@ def read_program(name: str, proto: bytes) -> Program:
     names = [place.instruction.name for place in line.places]
     compute = {
         place.instruction.name: labels.of(place.instruction)
-        for place in computing(line, found.places)
+        for place in computing_places(line, found.places)
     }
     times = Counter[str]()
     for place in line.places:
@@ -185,7 +185,7 @@ def read_program(name: str, proto: bytes) -> Program:
     starts = {names[c.index]: c for c in found.collectives}
     asynchronous = [c for c in found.collectives if c.asynchronous and c.done > c.index]
     ends = {names[c.index]: names[c.done] for c in asynchronous}
-    return Program(line.module.name, compute, starts, ends, times)
+    return RecordedProgram(line.module.name, compute, starts, ends, times)
 
 
 @dataclass(frozen=True)
@@ -239,12 +239,12 @@ def read_trace(folder: str | os.PathLike[str]) -> RecordedStep:
             )
         path = max(found, key=lambda each: (each.parent.name, each.stat().st_mtime))
     try:
-        return _step(str(path), _planes(path))
+        return _recorded_step(str(path), _planes(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _step(source: str, planes: list[Plane]) -> RecordedStep:
+def _recorded_step(source: str, planes: list[Plane]) -> RecordedStep:
     device, events = _device(planes)
     program, mine = _main_program(planes, events)
     host = next((plane for plane in planes if plane.name == _HOST), None)
@@ -280,12 +280,12 @@ def _step(source: str, planes: list[Plane]) -> RecordedStep:
     )
 
 
-def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, Event]]]:
+def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, ProfileEvent]]]:
     """The name of a chip that ran something, or the host; its (instruction, program, event)."""
     for plane in sorted(planes, key=lambda plane: plane.name):
         if _DEVICE.fullmatch(plane.name):
             found = [
-                (_of(event), _number(str(event.stats.get("program_id", ""))), event)
+                (_instruction_name(event), _unsigned(str(event.stats.get("program_id", ""))), event)
                 for event in plane.events(_OPS)
             ]
             if found:
@@ -299,21 +299,21 @@ def _device(planes: list[Plane]) -> tuple[str, list[tuple[str, str, Event]]]:
     raise ValueError("no device ran anything during the recording: record later steps")
 
 
-def _of(event: Event) -> str:
+def _instruction_name(event: ProfileEvent) -> str:
     """The name of the instruction; on a TPU, ``event.name`` is its full text."""
     shown = event.shown or str(event.stats.get("hlo_op", ""))
     match = _NAME.match(shown or event.name)
     return match[1] if match else ""
 
 
-def _number(text: str) -> str:
+def _unsigned(text: str) -> str:
     """The number of a program as unsigned 64 bits; traces may write it as signed."""
     return str(int(text) % (1 << 64)) if re.fullmatch(r"-?\d{1,20}", text) else text
 
 
 def _main_program(
-    planes: list[Plane], events: list[tuple[str, str, Event]]
-) -> tuple[Program, dict[str, list[Event]]]:
+    planes: list[Plane], events: list[tuple[str, str, ProfileEvent]]
+) -> tuple[RecordedProgram, dict[str, list[ProfileEvent]]]:
     """The program with module names that took most time, and its events by instruction."""
     spent: dict[str, float] = {}
     for _, key, event in events:
@@ -323,10 +323,10 @@ def _main_program(
     for name, _, stats in kinds:
         base, _, number = name.rpartition("(")  # "jit_step(81)"
         some = [(base, value) for value in stats.values() if isinstance(value, bytes)]
-        for key in {base, _number(number.removesuffix(")"))} & spent.keys():
+        for key in {base, _unsigned(number.removesuffix(")"))} & spent.keys():
             protos.setdefault(key, []).extend(some)
     for key in sorted(protos, key=lambda key: -spent[key]):
-        ran: dict[str, list[Event]] = {}
+        ran: dict[str, list[ProfileEvent]] = {}
         for op, of, event in sorted(events, key=lambda one: one[2].begin):
             if of == key:
                 ran.setdefault(op, []).append(event)
@@ -344,7 +344,7 @@ def _main_program(
     )
 
 
-def _require_alone(program: Program, ran: dict[str, list[Event]]) -> None:
+def _require_alone(program: RecordedProgram, ran: dict[str, list[ProfileEvent]]) -> None:
     """Raise ValueError if several programs of one name ran: those of CPU ranks have no numbers."""
     counts = {len(some) for op, some in ran.items() if program.times.get(op) == 1}
     if not ran.keys() <= program.times.keys() or len(counts) > 1:
@@ -354,7 +354,9 @@ def _require_alone(program: Program, ran: dict[str, list[Event]]) -> None:
         )
 
 
-def _slots(program: Program, window: Mapping[str, list[Event]], begin: float) -> list[Slot]:
+def _slots(
+    program: RecordedProgram, window: Mapping[str, list[ProfileEvent]], begin: float
+) -> list[Slot]:
     slots = []
     for op, events in window.items():
         ends = events
@@ -374,7 +376,9 @@ def _slots(program: Program, window: Mapping[str, list[Event]], begin: float) ->
     return sorted(slots, key=lambda slot: slot.begin)
 
 
-def _shares(program: Program, mine: dict[str, list[Event]], executions: int) -> list[Share]:
+def _shares(
+    program: RecordedProgram, mine: dict[str, list[ProfileEvent]], executions: int
+) -> list[Share]:
     def seconds(op: str) -> float:
         return sum(event.end - event.begin for event in mine.get(op, ())) / executions
 

@@ -40,7 +40,7 @@ class Op:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective(OneCollective):
+class CompiledCollective(OneCollective):
     """One collective. An asynchronous one counts once, even if the compiler split it into pieces.
 
     ``kind`` (one of KINDS) is the kind after compilation, ``asked`` the kind that was traced, "" if
@@ -94,7 +94,7 @@ class Buffer:
 class Schedule:
     length: int
     ops: tuple[Op, ...]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[CompiledCollective, ...]
     buffers: tuple[Buffer, ...]  # in HBM only
     curve: tuple[int, ...]  # bytes of HBM in use at every place
     peak_index: int
@@ -124,17 +124,17 @@ class CompilerMemory:
     # Offloaded inputs in host memory.
     host_temporaries: int = 0
     # Other parts of a streamed step on the device.
-    beside: int = 0
+    other_programs: int = 0
 
     @property
     def required(self) -> int:
         """Bytes that must be free before the step can be loaded and run."""
         own = self.arguments + self.outputs - self.aliased + self.temporaries + self.code
-        return own + self.beside
+        return own + self.other_programs
 
 
 @dataclass(frozen=True)
-class Part:
+class ProgramPart:
     """Equal programs of a streamed step."""
 
     name: str  # "backward of blocks.3"
@@ -219,14 +219,14 @@ def reader(kind: Any) -> Callable[[Any], Any]:
         return lambda value: None if value is None else one(value)
     if origin in (tuple, Sequence):
         one = reader(inner[0])
-        return lambda value: tuple([one(item) for item in _checked(value, list)])
+        return lambda value: tuple([one(item) for item in _require_type(value, list)])
     if origin is Mapping:
         one = reader(inner[1])
-        return lambda value: {key: one(item) for key, item in _checked(value, dict).items()}
-    return lambda value: _checked(value, (int, float) if kind is float else kind)
+        return lambda value: {key: one(item) for key, item in _require_type(value, dict).items()}
+    return lambda value: _require_type(value, (int, float) if kind is float else kind)
 
 
-def _checked(value: Any, kind: Any) -> Any:
+def _require_type(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
         name = getattr(kind, "__name__", "a number")
         raise TypeError(f"{value!r:.60} where {name} belongs")

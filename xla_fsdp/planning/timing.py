@@ -14,7 +14,7 @@ from itertools import groupby
 
 from ..tpu.links import Links
 from ..tpu.topology import Slice
-from .records import Collective, HostCopy, Op, Schedule, Slot, Timing
+from .records import CompiledCollective, HostCopy, Op, Schedule, Slot, Timing
 
 # Events at one place of the schedule, in order.
 _WAIT, _START, _BLOCK, _COMPUTE = range(4)
@@ -60,12 +60,12 @@ def time_step(
     )
 
 
-_Event = tuple[int, int, Op | Collective | HostCopy]  # place, order there
+_ScheduledEvent = tuple[int, int, Op | CompiledCollective | HostCopy]  # place, order there
 
 
-def _events(schedule: Schedule) -> list[_Event]:
-    events: list[_Event] = [(op.index, _COMPUTE, op) for op in schedule.ops]
-    transfers: list[Collective | HostCopy] = [*schedule.collectives, *schedule.host_copies]
+def _events(schedule: Schedule) -> list[_ScheduledEvent]:
+    events: list[_ScheduledEvent] = [(op.index, _COMPUTE, op) for op in schedule.ops]
+    transfers: list[CompiledCollective | HostCopy] = [*schedule.collectives, *schedule.host_copies]
     for one in transfers:
         later = one.done > one.index and (isinstance(one, HostCopy) or one.asynchronous)
         wait = (one.done, _WAIT, one) if later else (one.index, _BLOCK, one)
@@ -97,7 +97,7 @@ class _Lanes:
         rates = {True: host_link[0], False: host_link[1]}
         self.seconds |= {id(c): c.bytes / rates[c.to_host] for c in schedule.host_copies}
 
-    def play(self, body: Sequence[_Event], times: int) -> None:
+    def play(self, body: Sequence[_ScheduledEvent], times: int) -> None:
         """Execute ``body`` ``times`` times; iterations that are not simulated become one slot in
         each lane (for compute: of each phase).
         """
@@ -110,12 +110,14 @@ class _Lanes:
         if times > _PLAYED:
             self._skip(body, times - _PLAYED, before)
 
-    def _skip(self, body: Sequence[_Event], count: int, before: Mapping[Hashable, float]) -> None:
+    def _skip(
+        self, body: Sequence[_ScheduledEvent], count: int, before: Mapping[Hashable, float]
+    ) -> None:
         old = dict(self.now)
         for key, value in old.items():
             self.now[key] += count * (value - before.get(key, value))
         place = body[0][0], f"{count} more iterations"
-        phases = {what.phase for _, _, what in body if isinstance(what, Collective)}
+        phases = {what.phase for _, _, what in body if isinstance(what, CompiledCollective)}
         phase = phases.pop() if len(phases) == 1 else ""
         for key, lane in ((_ANYWHERE, "collective"), *_COPY.items()):
             begin, end = old.get(key, 0.0), self.now[key]
@@ -134,7 +136,7 @@ class _Lanes:
             self.slots.append(Slot("compute", begin, end, *place, module, phase, recomputed=again))
             begin = end
 
-    def _happen(self, order: int, what: Op | Collective | HostCopy) -> None:
+    def _happen(self, order: int, what: Op | CompiledCollective | HostCopy) -> None:
         now = self.now
         if isinstance(what, Op):
             begin = now[_COMPUTE_LANE]
@@ -149,7 +151,7 @@ class _Lanes:
                 now[_COPIES] += end - now[_COMPUTE_LANE]
             now[_COMPUTE_LANE] = end
 
-    def _start(self, what: Collective | HostCopy) -> None:
+    def _start(self, what: CompiledCollective | HostCopy) -> None:
         now, used = self.now, self._used.get(id(what))
         waits: tuple[Hashable, ...]
         takes: tuple[Hashable, ...]
@@ -175,8 +177,8 @@ class _Lanes:
                 now[_ON_LINKS] = max(now[_ON_LINKS], end)
             self._slot("collective", begin, end, what)
 
-    def _slot(self, lane: str, begin: float, end: float, what: Op | Collective) -> None:
-        asynchronous = isinstance(what, Collective) and what.asynchronous
+    def _slot(self, lane: str, begin: float, end: float, what: Op | CompiledCollective) -> None:
+        asynchronous = isinstance(what, CompiledCollective) and what.asynchronous
         again = isinstance(what, Op) and what.recomputed
         place = what.index, what.name, what.module, what.phase
         self.slots.append(Slot(lane, begin, end, *place, asynchronous, again))

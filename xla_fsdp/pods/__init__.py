@@ -2,6 +2,6 @@
 
 * ``command_line`` (``python -m xla_fsdp.preflight``), ``tpu_api``, ``node``, ``workers``,
   ``probe``, ``worker_checks``: is a pod ready? These import neither torch nor torch_xla.
-* ``verify`` and what it runs, ``stages`` to ``report``: tests and measures a machine.
+* ``verify`` and what it runs, ``stages`` to ``verification_report``: tests and measures a machine.
 * ``preemption``, ``divergence``, ``profiling``: for the training loop.
 """

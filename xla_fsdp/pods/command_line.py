@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 from ..extras import MissingExtraError
 from ..wording import printable
-from .findings import ApiError, Finding, Status, UsageError, failed, skipped, summary
+from .findings import ApiError, Finding, Status, UsageError, count_by_status, failed, skipped
 from .node import Node, NodeLocation, check_node, slice_of_type
-from .tpu_api import DISCOVERY_URL, TpuApi, find_node, shown
+from .tpu_api import DISCOVERY_URL, TpuApi, find_node, redact_url
 from .worker_checks import check_answers, check_looks, check_shared_path, check_versions
 from .workers import GCLOUD, Template, Workers
 
@@ -35,14 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(given)
     except errors as error:
-        _say(f"preflight: {error}")
+        _print_line(f"preflight: {error}")
         return 2
     except KeyboardInterrupt:
-        _say("interrupted")
+        _print_line("interrupted")
         return 130
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 
@@ -52,13 +52,13 @@ def _check_pod(argv: Sequence[str]) -> int:
     for finding in _run_checks(options):
         print(finding.line(), flush=True)
         found.append(finding)
-    print(f"{options.tpu}: {summary(found)}")
+    print(f"{options.tpu}: {count_by_status(found)}")
     return int(any(finding.status is Status.FAILED for finding in found))
 
 
 def _measure(argv: Sequence[str]) -> int:
     # These import torch, which the other checks do not need.
-    from ..planning.reporting.page import target
+    from ..planning.reporting.page import require_parent
     from .verify import verify
 
     flags = vars(_measure_parser().parse_args(argv))
@@ -68,8 +68,8 @@ def _measure(argv: Sequence[str]) -> int:
             raise ValueError(f"--report={path} must end in .json or .html")
     # Files that cannot be written raise here, before minutes of measurement.
     for path in filter(None, [*reports, calibration]):
-        target(path)
-    found = verify(**flags, say=lambda text: _say(f"preflight: {text}"))
+        require_parent(path)
+    found = verify(**flags, say=lambda text: _print_line(f"preflight: {text}"))
     print(found)
     for path in reports:
         (found.save if path.endswith(".json") else found.plot)(path)
@@ -134,13 +134,13 @@ def _pod_parser() -> argparse.ArgumentParser:
     help = "default: $GOOGLE_CLOUD_PROJECT, $CLOUDSDK_CORE_PROJECT, or this machine's"
     add("--project", help=help)
     help = "wait up to this time until the node is READY and HEALTHY"
-    add("--wait", type=_number(float, 0), default=0.0, metavar="SECONDS", help=help)
+    add("--wait", type=_number_type(float, 0), default=0.0, metavar="SECONDS", help=help)
 
     add = parser.add_argument_group("expected values").add_argument
     add("--accelerator_type", metavar="TYPE", help="such as v3-32")
     add("--runtime_version", metavar="VERSION", help="such as tpu-ubuntu2204-base")
     help = "number of ranks of the training"
-    add("--world_size", type=_number(int, 1), metavar="N", help=help)
+    add("--world_size", type=_number_type(int, 1), metavar="N", help=help)
     help = (
         "checkpoint folder that all workers share and can write to: an absolute path, or a URL"
         " such as gs://bucket/run"
@@ -157,9 +157,9 @@ def _pod_parser() -> argparse.ArgumentParser:
     help = "interpreter on the workers (default: %(default)s)"
     add("--python", default="python3", help=help)
     help = "time limit for each answer of a worker (default: 60)"
-    add("--timeout", type=_number(float, 0.1), default=60.0, metavar="SECONDS", help=help)
+    add("--timeout", type=_number_type(float, 0.1), default=60.0, metavar="SECONDS", help=help)
     help = "number of workers queried at the same time (default: %(default)s)"
-    add("--parallel", type=_number(int, 1), default=32, metavar="N", help=help)
+    add("--parallel", type=_number_type(int, 1), default=32, metavar="N", help=help)
     help = (
         "folder for compiled programs on the workers; its free space is checked (default:"
         " %(default)s)"
@@ -171,9 +171,9 @@ def _pod_parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("the TPU API").add_argument
     help = "retries after errors of the server or the network (default: %(default)s)"
-    add("--retries", type=_number(int, 0), default=4, metavar="N", help=help)
+    add("--retries", type=_number_type(int, 0), default=4, metavar="N", help=help)
     help = "time limit for one request (default: 20)"
-    add("--api_timeout", type=_number(float, 0.1), default=20.0, metavar="SECONDS", help=help)
+    add("--api_timeout", type=_number_type(float, 0.1), default=20.0, metavar="SECONDS", help=help)
     help = (
         "URL of the document that describes the API (default: $TPU_API_DISCOVERY_URL, else"
         f" {DISCOVERY_URL})"
@@ -184,7 +184,7 @@ def _pod_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _number(convert: Callable[[str], float], least: float) -> Callable[[str], float]:
+def _number_type(convert: Callable[[str], float], least: float) -> Callable[[str], float]:
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
             value = convert(text)
@@ -208,7 +208,7 @@ def _run_checks(options: argparse.Namespace) -> Iterator[Finding]:
     where = find_node(options.tpu, options.zone, options.project)
     api = TpuApi(where, url, endpoint, options.api_timeout, options.retries)
     try:
-        node = api.wait_until_usable(options.wait, _say)
+        node = api.wait_until_usable(options.wait, _print_line)
     except ApiError as error:
         yield failed("TPU API", error.found, error.expected, error.remedy)
         return
@@ -272,5 +272,5 @@ def _require_url(name: str, url: str) -> None:
         reason = str(error)
     if reason:
         raise UsageError(
-            f"{name} {shown(url)!r}: {reason}; give http://HOST[:PORT]/PATH or https://HOST[:PORT]/PATH"
+            f"{name} {redact_url(url)!r}: {reason}; give http://HOST[:PORT]/PATH or https://HOST[:PORT]/PATH"
         )

@@ -56,7 +56,7 @@ def run_all(
     with ThreadPoolExecutor(at_once) as pool:
         try:
             results = {
-                number: pool.submit(_run, argv, seconds, environment, kill_rest, over)
+                number: pool.submit(_run_one, argv, seconds, environment, kill_rest, over)
                 for number, argv in commands.items()
             }
             return {number: result.result() for number, result in results.items()}
@@ -65,7 +65,7 @@ def run_all(
             pool.shutdown(cancel_futures=True)
 
 
-def _run(
+def _run_one(
     argv: Sequence[str],
     seconds: float,
     environment: Mapping[str, str] | None,

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..checkpoint.rank_exchange import RankExchange
 from ..collectives.random_state import synced_device
-from ..planning.tracing.naming import plain
+from ..planning.tracing.naming import plain_name
 from ..ranks.autograd_thread import in_backward
 from ..scan.blocks import ScannedBlocks
 from ..sharding.sharded_parameter import reduced_grad
@@ -26,7 +26,7 @@ from ..wording import join_some, runs
 _SEEN = "_xla_fsdp_divergence"
 
 
-class _Seen:
+class _ModulesOfTensor:
     """The modules that return (innermost first) and receive a tensor in a ``step``."""
 
     def __init__(self, what: str, step: int) -> None:
@@ -37,10 +37,10 @@ class _Seen:
     def made_gradient(self) -> tuple[str, str | None]:
         if self.takers:
             inner = _innermost(self.takers)
-            return f"the gradient that {_shown(inner)} returned", inner
+            return f"the gradient that {_module_text(inner)} returned", inner
         if self.makers and self.makers[-1]:  # used by the code of the next outer module
             outer = self.makers[-1].rpartition(".")[0]
-            return f"the gradient of {self.what}, from {_shown(outer)} itself,", outer
+            return f"the gradient of {self.what}, from {_module_text(outer)} itself,", outer
         return f"the gradient of {self.what}", None
 
 
@@ -152,7 +152,7 @@ class detect_divergence:
         for name, parameter in self._model.named_parameters():
             grad = reduced_grad(parameter)
             if grad is not None:
-                name = plain(name)
+                name = plain_name(name)
                 what = f"the gradient of the parameter {name}"
                 events.append((what, name.rpartition(".")[0], _not_finite(grad)))
         return events
@@ -210,17 +210,17 @@ class detect_divergence:
     def _enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         for tensor in _with_nan((args, kwargs)) if self.looking else ():
             # If no module returned it, it is the model's input or computed between modules.
-            self._watched(tensor, f"an input of {_shown(name)}", None).takers.append(name)
+            self._watched(tensor, f"an input of {_module_text(name)}", None).takers.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: Any, outputs: Any) -> None:
         for tensor in _with_nan(outputs) if self.looking else ():
-            self._watched(tensor, f"the output of {_shown(name)}", name).makers.append(name)
+            self._watched(tensor, f"the output of {_module_text(name)}", name).makers.append(name)
 
-    def _watched(self, tensor: torch.Tensor, what: str, maker: str | None) -> _Seen:
-        found: _Seen | None = getattr(tensor, _SEEN, None)
+    def _watched(self, tensor: torch.Tensor, what: str, maker: str | None) -> _ModulesOfTensor:
+        found: _ModulesOfTensor | None = getattr(tensor, _SEEN, None)
         if found is not None and found.step == self._step:
             return found
-        seen = _Seen(what, self._step)
+        seen = _ModulesOfTensor(what, self._step)
         setattr(tensor, _SEEN, seen)
         # A checkpointed module runs again in the backward, and only then with a graph.
         if not in_backward():
@@ -239,7 +239,7 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if isinstance(module, ScannedBlocks):
             inside_a_loop.update(one for one in module.modules() if one is not module)
-        yield plain(name), module
+        yield plain_name(name), module
 
 
 def _with_nan(value: Any) -> list[torch.Tensor]:
@@ -260,5 +260,5 @@ def _innermost(names: list[str]) -> str:
     return last
 
 
-def _shown(name: str) -> str:
+def _module_text(name: str) -> str:
     return name or "the model"

@@ -44,7 +44,7 @@ failed = partial(Finding, Status.FAILED)
 skipped = partial(Finding, Status.SKIPPED)
 
 
-def summary(findings: Iterable[Finding]) -> str:
+def count_by_status(findings: Iterable[Finding]) -> str:
     """``"20 ok, 2 FAILED"``."""
     counts = Counter(finding.status for finding in findings)
     return ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])

@@ -16,7 +16,7 @@ MOST_BYTES = 16 << 20
 _GOOGLE = ".googleapis.com"
 
 
-class _Answer(http.client.HTTPResponse):
+class _LimitedResponse(http.client.HTTPResponse):
     def read(self, amt: int | None = None) -> bytes:
         if amt is not None:
             return super().read(amt)
@@ -28,12 +28,12 @@ class _Answer(http.client.HTTPResponse):
         return data
 
 
-class _Plain(httplib2.HTTPConnectionWithTimeout):
-    response_class = _Answer
+class _HttpConnection(httplib2.HTTPConnectionWithTimeout):
+    response_class = _LimitedResponse
 
 
-class _Secure(httplib2.HTTPSConnectionWithTimeout):
-    response_class = _Answer
+class _HttpsConnection(httplib2.HTTPSConnectionWithTimeout):
+    response_class = _LimitedResponse
 
 
 class Http(httplib2.Http):
@@ -44,7 +44,7 @@ class Http(httplib2.Http):
         self.follow_redirects = False  # the API never redirects, so a redirect may be an attack
 
     def request(self, uri: str, *args: Any, **kwargs: Any) -> Any:
-        kind = _Secure if uri.lower().startswith("https:") else _Plain
+        kind = _HttpsConnection if uri.lower().startswith("https:") else _HttpConnection
         return super().request(uri, *args, **{**kwargs, "connection_type": kind})
 
 

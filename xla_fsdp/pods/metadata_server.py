@@ -43,7 +43,7 @@ def ask(host: str, key: str, timeout: float) -> str | None:
             connection.connect()
             sock = connection.sock
             try:
-                return within(timeout, lambda: _read(connection, host, key))
+                return within(timeout, lambda: _request_key(connection, host, key))
             finally:  # ends a thread that still reads
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
@@ -51,7 +51,7 @@ def ask(host: str, key: str, timeout: float) -> str | None:
         raise OSError(f"{host} does not answer in HTTP: {type(error).__name__}") from error
 
 
-def _read(connection: http.client.HTTPConnection, host: str, key: str) -> str | None:
+def _request_key(connection: http.client.HTTPConnection, host: str, key: str) -> str | None:
     connection.request("GET", _ROOT + key, headers={"Metadata-Flavor": "Google"})
     with connection.getresponse() as answer:
         if answer.status == 404:

@@ -18,7 +18,7 @@ from ..tpu.chips import Chip
 from ..tpu.links import OneCollective, collective_seconds
 from ..tpu.slices import Groups
 from ..tpu.topology import Slice
-from .records import CollectiveTime, Rate
+from .measurements import CollectiveTime, Rate
 
 # Bytes, rounded down to float32 elements for each rank.
 SIZES_ON_TPU = tuple(1 << n for n in (13, 17, 20, 24, 26))
@@ -77,9 +77,9 @@ def measure_device(watch: Stopwatch, chip: Chip | None) -> Iterator[Rate]:
     yield Rate("HBM, read and written", "B", 2 * memory, seconds, bandwidth)
     for rows in sizes:
         matrix = torch.randn(rows, rows, generator=torch.Generator().manual_seed(rows))
-        held = watch.sent((matrix / rows**0.5).bfloat16())
+        operand = watch.sent((matrix / rows**0.5).bfloat16())
         times = max(1, min(most, round(most * (4096 / rows) ** 2)))
-        seconds = watch.seconds(_multiply, [held], [held], times)
+        seconds = watch.seconds(_multiply, [operand], [operand], times)
         yield Rate(f"matrix product, {rows}, bfloat16", "FLOP", 2.0 * rows**3, seconds, peak)
     there = torch.ones(transfer // 4)
     best_out = best_back = float("inf")
@@ -166,7 +166,7 @@ def measure_collectives(
                 model = modelled(time, slice)
                 times = round(_LONG / max(model or 0.0, _SHORTEST))
                 times = 4 if world.context is not None else max(8, min(times, _MOST_TIMES))
-                body, carry, constants = _loop(watch, among, kind, size, axis)
+                body, carry, constants = _collective_loop(watch, among, kind, size, axis)
                 seconds = watch.seconds(body, carry, constants, times)
                 if kind == "all-gather":
                     gather = seconds
@@ -175,7 +175,7 @@ def measure_collectives(
                 yield CollectiveTime(kind, axis.name, groups, size, seconds, model)
 
 
-def _loop(
+def _collective_loop(
     watch: Stopwatch, among: World, kind: str, size: int, axis: Axis
 ) -> tuple[Callable, list[torch.Tensor], list[torch.Tensor]]:
     """Each iteration needs the last one's results, so the compiler cannot remove any."""

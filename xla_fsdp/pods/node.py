@@ -82,7 +82,7 @@ class Node:
     @classmethod
     def read(cls, answer: Any) -> Node:
         """Raises ApiError if ``answer`` is not a node."""
-        if not isinstance(answer, Mapping) or not _text(answer, "state"):
+        if not isinstance(answer, Mapping) or not _text_of(answer, "state"):
             keys = ", ".join(sorted(answer)[:8]) if isinstance(answer, Mapping) else repr(answer)
             raise ApiError(
                 f"the API's answer has no state, only: {keys or 'nothing'}",
@@ -94,13 +94,13 @@ class Node:
             scheduling.get(kind) for kind in ("preemptible", "spot")
         )
         return cls(
-            state=_text(answer, "state"),
-            health=_text(answer, "health").replace("HEALTH_UNSPECIFIED", ""),
-            health_description=_text(answer, "healthDescription"),
-            accelerator=_text(answer, "acceleratorType").rpartition("/")[2],
-            runtime=_text(answer, "runtimeVersion") or _text(answer, "tensorflowVersion"),
+            state=_text_of(answer, "state"),
+            health=_text_of(answer, "health").replace("HEALTH_UNSPECIFIED", ""),
+            health_description=_text_of(answer, "healthDescription"),
+            accelerator=_text_of(answer, "acceleratorType").rpartition("/")[2],
+            runtime=_text_of(answer, "runtimeVersion") or _text_of(answer, "tensorflowVersion"),
             endpoints=_endpoints(answer),
-            symptoms=tuple(map(_symptom, _items(answer, "symptoms")[-_SYMPTOMS:])),
+            symptoms=tuple(map(_symptom, _mappings_of(answer, "symptoms")[-_SYMPTOMS:])),
             maintenance=_maintenance(answer.get("upcomingMaintenance")),
             spot=spot,
         )
@@ -108,22 +108,22 @@ class Node:
 
 def _endpoints(answer: Mapping) -> tuple[Endpoint, ...]:
     # In v1, a node with a single worker may have the worker's address in the node itself.
-    stated = _items(answer, "networkEndpoints") or [answer]
+    stated = _mappings_of(answer, "networkEndpoints") or [answer]
     found = []
     for endpoint in stated:
         access = endpoint.get("accessConfig")
-        external = _text(access, "externalIp") if isinstance(access, Mapping) else ""
-        found.append(Endpoint(_text(endpoint, "ipAddress"), external))
+        external = _text_of(access, "externalIp") if isinstance(access, Mapping) else ""
+        found.append(Endpoint(_text_of(endpoint, "ipAddress"), external))
     return tuple(endpoint for endpoint in found if endpoint.address or endpoint.external)
 
 
 def _symptom(symptom: Mapping) -> str:
-    worker = _text(symptom, "workerId")
+    worker = _text_of(symptom, "workerId")
     parts = (
-        _text(symptom, "symptomType") or "unnamed",
+        _text_of(symptom, "symptomType") or "unnamed",
         f"on worker {worker}" if worker else "",
-        f"at {_text(symptom, 'createTime')}" if symptom.get("createTime") else "",
-        f"({_text(symptom, 'details')})" if symptom.get("details") else "",
+        f"at {_text_of(symptom, 'createTime')}" if symptom.get("createTime") else "",
+        f"({_text_of(symptom, 'details')})" if symptom.get("details") else "",
     )
     return " ".join(part for part in parts if part)
 
@@ -131,16 +131,16 @@ def _symptom(symptom: Mapping) -> str:
 def _maintenance(stated: Any) -> str:
     if not isinstance(stated, Mapping) or not stated:
         return ""
-    kind, start = _text(stated, "type") or "planned", _text(stated, "windowStartTime")
+    kind, start = _text_of(stated, "type") or "planned", _text_of(stated, "windowStartTime")
     return f"{kind} from {start or 'an unknown time'}"
 
 
-def _items(answer: Mapping, key: str) -> list[Mapping]:
+def _mappings_of(answer: Mapping, key: str) -> list[Mapping]:
     value = answer.get(key)
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
-def _text(answer: Mapping, key: str) -> str:
+def _text_of(answer: Mapping, key: str) -> str:
     value = answer.get(key)
     return value if isinstance(value, str) else ""
 
@@ -165,7 +165,7 @@ def check_node(
     world_size: int | None,
 ) -> Iterator[Finding]:
     """An expected value of ``None`` allows any."""
-    yield _state(node, where)
+    yield _check_state(node, where)
     yield _health(node, where)
     if node.symptoms:
         remedy = "they may be from an earlier run; if they are new, inspect that worker"
@@ -183,7 +183,7 @@ def check_node(
         yield _world_size(node, wanted, world_size)
 
 
-def _state(node: Node, where: NodeLocation) -> Finding:
+def _check_state(node: Node, where: NodeLocation) -> Finding:
     if node.state != "READY":
         return failed("state", node.state, "READY", where.fill(_STATES.get(node.state, _OTHER)[1]))
     kind = ", spot: may be preempted at any time" if node.spot else ""

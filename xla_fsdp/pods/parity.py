@@ -71,10 +71,10 @@ def compare(names: Sequence[str]) -> Iterator[Finding]:
             continue
         if case.dtype not in references:
             references[case.dtype] = _trained(case, sharded=False)
-        yield _compared(case, _trained(case, sharded=True), references[case.dtype])
+        yield _parity_finding(case, _trained(case, sharded=True), references[case.dtype])
 
 
-def _compared(
+def _parity_finding(
     case: Case, ours: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]
 ) -> Finding:
     name = f"parity: {case.name}"
@@ -102,7 +102,7 @@ def _trained(case: Case, sharded: bool) -> dict[str, torch.Tensor]:
     """Returns losses, norms and, on rank 0, the weights."""
     rank, ranks, device = xr.global_ordinal(), xr.world_size(), torch_xla.device()
     torch.manual_seed(SEED)
-    model: Any = _wrapped(case) if sharded else Net(SIZE).to(device)
+    model: Any = _wrap_case(case) if sharded else Net(SIZE).to(device)
     trained = [p for p in model.parameters() if p.requires_grad]
     # Not Adam, which makes large steps from rounding errors: the exact gradient of keys' bias is
     # zero.
@@ -142,7 +142,7 @@ def _loss(case: Case, model: nn.Module, mine: torch.Tensor, sharded: bool) -> to
     return torch.func.functional_call(model, cast, (mine,))
 
 
-def _wrapped(case: Case) -> nn.Module:
+def _wrap_case(case: Case) -> nn.Module:
     options = {**case.options, **(_halves() if case.groups else {})}
 
     def wrap(block: nn.Module) -> nn.Module:

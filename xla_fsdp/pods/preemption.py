@@ -268,7 +268,7 @@ class _Signals:
             callbacks = self._callbacks[number]
             callbacks.append(callback)
             if number not in self._pipes:
-                self._pipes[number] = self._open_pipe(number)
+                self._pipes[number] = self._listen_for(number)
 
         def end() -> None:
             with self._lock:
@@ -281,7 +281,7 @@ class _Signals:
 
         return end
 
-    def _open_pipe(self, number: signal.Signals) -> int:
+    def _listen_for(self, number: signal.Signals) -> int:
         read, write = os.pipe()
         # A handler must not wait for the reader.
         os.set_blocking(write, False)

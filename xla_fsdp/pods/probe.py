@@ -37,13 +37,13 @@ def main(text: str) -> None:
     try:
         answer = actions[request["action"]](request)
     except Exception as error:
-        answer = {"error": described(error)}
+        answer = {"error": describe_error(error)}
     answer["token"] = request["token"]
     sys.stdout.write("\n" + json.dumps(answer) + "\n")
     sys.stdout.flush()
 
 
-def described(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
@@ -169,7 +169,7 @@ def write(request: dict) -> dict:
             file.write(content_of(request, request["worker"]))
         answer["free"] = None if folder.files else free_bytes(folder.path)
     except Exception as error:  # the answer lists the new folders
-        answer["error"] = described(error)
+        answer["error"] = describe_error(error)
     return answer
 
 

@@ -59,7 +59,7 @@ class profile:
     def __init__(
         self, folder: str | os.PathLike[str], steps: tuple[int, int], ranks: Collection[int] = (0,)
     ) -> None:
-        first, last = _checked(steps)
+        first, last = _require_steps(steps)
         if not os.fspath(folder):
             raise ValueError("folder is empty; pass the path of a folder")
         if not isinstance(ranks, Collection):
@@ -177,7 +177,7 @@ class _SharedNaming(Naming):
             self._inside += inside
             if self._users or self._inside:
                 return
-            self.forget()
+            self.clear()
             hooks = self._hooks.pop_all()
         hooks.close()
 
@@ -214,7 +214,7 @@ class _SharedNaming(Naming):
 _naming = _SharedNaming()
 
 
-def _checked(steps: Any) -> tuple[int, int]:
+def _require_steps(steps: Any) -> tuple[int, int]:
     try:
         first, last = steps
     except (TypeError, ValueError) as error:

@@ -31,9 +31,9 @@ from ..tpu.topology import Slice
 from ..wording import first_line, to_one_line
 from . import steps
 from .findings import skipped
+from .measurements import CollectiveTime, Job, StepRun
 from .microbenchmarks import Stopwatch, measure_collectives, measure_device
 from .parity import SIZE, compare, save_and_load
-from .records import CollectiveTime, Job, StepRun
 
 _DYING = "the last rank ends here, on purpose"
 
@@ -48,7 +48,7 @@ def main(what: str, path: str) -> None:
         enable_compilation_cache(Path(job.folder) / "programs")
     except (NotImplementedError, OSError) as error:
         job.add("uncached", str(error))
-    launch(run, (job,), job.num_devices)
+    launch(run_stages, (job,), job.num_devices)
     if what == "again":
         _end_one_rank(job)
 
@@ -89,13 +89,13 @@ def plan_steps(job: Job) -> None:
         job.add("plan", (name, report.timing.step, report.memory.required))
 
 
-def run(rank: int, job: Job) -> None:
+def run_stages(rank: int, job: Job) -> None:
     """Rank 0 writes the results."""
     first = xr.global_ordinal() == 0
-    chip, slice = _chip(), _slice()
+    chip, slice = _own_chip(), _slice()
     family, topology = chip.family if chip else "cpu", slice.name if slice else ""
     if first:
-        job.add("where", (_kind(), family, xr.world_size(), topology))
+        job.add("where", (_device_kind(), family, xr.world_size(), topology))
     for stage in job.stages:
         kind, measure = STAGES[stage]
         for value in measure(job):
@@ -105,16 +105,16 @@ def run(rank: int, job: Job) -> None:
             job.add("done", stage)
 
 
-def _kind() -> str:
+def _device_kind() -> str:
     return xm.xla_device_kind()
 
 
-def _chip() -> Chip | None:
-    return chip_of(_kind())
+def _own_chip() -> Chip | None:
+    return chip_of(_device_kind())
 
 
 def _slice() -> Slice | None:
-    routes = routes_for(_kind(), xr.global_runtime_device_attributes())
+    routes = routes_for(_device_kind(), xr.global_runtime_device_attributes())
     known = routes is not None and routes.slice.devices == xr.world_size()
     return routes.slice if routes is not None and known else None
 
@@ -131,8 +131,8 @@ def _programs(job: Job) -> Iterator[dict[str, Any]]:
     RankExchange().gather_values("count", None)
 
 
-def _collectives(job: Job) -> Iterator[CollectiveTime]:
-    watch, world, on_tpu = Stopwatch(torch_xla.device()), World.current(), _chip() is not None
+def _collective_times(job: Job) -> Iterator[CollectiveTime]:
+    watch, world, on_tpu = Stopwatch(torch_xla.device()), World.current(), _own_chip() is not None
     return measure_collectives(watch, world, on_tpu, _slice(), _time_check(job))
 
 
@@ -145,14 +145,14 @@ def _time_check(job: Job) -> Callable[[], bool]:
 
 
 def _steps(job: Job) -> Iterator[StepRun]:
-    known = steps.ON_CPU if _chip() is None else steps.ON_TPU
+    known = steps.ON_CPU if _own_chip() is None else steps.ON_TPU
     sizes = {name: size for name, size in known.items() if not job.sizes or name in job.sizes}
-    peaks = {} if _chip() is None else steps.peaks(sizes)
+    peaks = {} if _own_chip() is None else steps.peaks(sizes)
     has_time = _time_check(job)
     for name, size in sizes.items():
         if not has_time():
             return
-        yield from steps.run(name, size, peaks.get(name))
+        yield from steps.time_both_classes(name, size, peaks.get(name))
 
 
 # In the order in which they run, with the kind of their notes.
@@ -160,8 +160,8 @@ STAGES: dict[str, tuple[str, Callable[[Job], Iterable[Any]]]] = {
     "programs": ("programs", _programs),
     "parity": ("finding", lambda job: compare(job.cases)),
     "checkpoints": ("finding", lambda job: [save_and_load(job.ckpt_dir)]),
-    "rates": ("rate", lambda job: measure_device(Stopwatch(torch_xla.device()), _chip())),
-    "collectives": ("collective", _collectives),
+    "rates": ("rate", lambda job: measure_device(Stopwatch(torch_xla.device()), _own_chip())),
+    "collectives": ("collective", _collective_times),
     "steps": ("step", _steps),
 }
 

@@ -18,7 +18,7 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
 
 from ..ranks.rank import current_rank
 from ..wrapper import XlaFullyShardedDataParallel as FSDP
-from .records import StepRun
+from .measurements import StepRun
 
 SEED = 11
 
@@ -144,7 +144,7 @@ def peaks(sizes: Mapping[str, Size]) -> dict[str, int | None]:
     return found
 
 
-def run(name: str, size: Size, peak: int | None) -> Iterator[StepRun]:
+def time_both_classes(name: str, size: Size, peak: int | None) -> Iterator[StepRun]:
     """Trains with both classes, in turns; call on every rank."""
     lanes = [Lane(OURS, size), Lane(IN_TREE, size)]
     losses = [_warm(lane) for lane in lanes]

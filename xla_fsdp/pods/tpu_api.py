@@ -48,10 +48,10 @@ def find_node(tpu: str, zone: str | None, project: str | None) -> NodeLocation:
     """
     variables = os.environ.get
     project = project or variables("GOOGLE_CLOUD_PROJECT") or variables("CLOUDSDK_CORE_PROJECT")
-    project = project or _metadata("project/project-id")
+    project = project or _read_metadata("project/project-id")
     zone = zone or variables("CLOUDSDK_COMPUTE_ZONE")
     # Without a project, the metadata server did not answer.
-    zone = zone or (project and _metadata("instance/zone").rpartition("/")[2])
+    zone = zone or (project and _read_metadata("instance/zone").rpartition("/")[2])
     missing = [flag for flag, value in (("--zone", zone), ("--project", project)) if not value]
     if missing:
         raise UsageError(
@@ -68,7 +68,7 @@ def find_node(tpu: str, zone: str | None, project: str | None) -> NodeLocation:
     return NodeLocation(tpu, zone, project)
 
 
-def _metadata(path: str) -> str:
+def _read_metadata(path: str) -> str:
     """Empty on machines that are not on Google Cloud."""
     host = os.environ.get("GCE_METADATA_HOST") or _METADATA_ADDRESS
     try:
@@ -146,21 +146,23 @@ class TpuApi:
         http = Http(self.timeout)
         response, content = http.request(url)
         if response.status >= 300:
-            found = f"the server of the discovery document {shown(url)} answered {response.status}"
+            found = (
+                f"the server of the discovery document {redact_url(url)} answered {response.status}"
+            )
             if _is_temporary(response.status):
                 raise ApiError(found, "200", "try again later", passing=True)
             raise UsageError(f"{found}: check --discovery_url")
         try:
             service = discovery.build_from_document(
                 json.loads(content.decode("utf-8")),
-                http=AuthorizedHttp(self._credentials, http, endpoint or url, shown(url)),
+                http=AuthorizedHttp(self._credentials, http, endpoint or url, redact_url(url)),
                 client_options={"api_endpoint": endpoint} if endpoint else None,
             )
             # Fails if this is not the TPU API.
             service.projects().locations().nodes().get(name=f"{self.where.location}/nodes/x")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
-                f"--discovery_url {shown(url)}: not a discovery document "
+                f"--discovery_url {redact_url(url)}: not a discovery document "
                 f"({type(error).__name__}: {first_line(error)})"
             ) from error
         self._service = service
@@ -253,6 +255,6 @@ def _is_temporary(status: int) -> bool:
     return status >= 500 or status in (408, 429)
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """A URL without user, password and query, which may be secret."""
     return re.sub("(?<=//)[^/?#]*@", "", url).partition("?")[0].partition("#")[0]

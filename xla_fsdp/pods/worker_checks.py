@@ -11,7 +11,7 @@ from ..tpu.chips import Chip
 from ..tpu.topology import Slice
 from ..wording import runs
 from .findings import Finding, by_worker, failed, ok, skipped, warning
-from .workers import Answer, Workers
+from .workers import WorkerAnswer, Workers
 
 GIB = 2**30
 _CACHE_GIB = 2
@@ -29,7 +29,7 @@ _INSTALL_REMEDY = "install the same on every worker; --python selects the interp
 _Looks = Mapping[int, Mapping[str, Any]]
 
 
-def check_answers(answers: Mapping[int, Answer]) -> Finding:
+def check_answers(answers: Mapping[int, WorkerAnswer]) -> Finding:
     problems = _problems(answers)
     if not problems:
         return ok("workers", f"{len(answers)} of {len(answers)} answered")
@@ -40,17 +40,17 @@ def check_answers(answers: Mapping[int, Answer]) -> Finding:
     return failed("workers", by_worker(problems), f"{len(answers)} answers", remedy)
 
 
-def _problems(answers: Mapping[int, Answer]) -> dict[int, str]:
+def _problems(answers: Mapping[int, WorkerAnswer]) -> dict[int, str]:
     return {number: answer.problem for number, answer in answers.items() if answer.problem}
 
 
-def check_looks(answers: Mapping[int, Answer], wanted: Slice | None) -> Iterator[Finding]:
+def check_looks(answers: Mapping[int, WorkerAnswer], wanted: Slice | None) -> Iterator[Finding]:
     """``wanted``: the slice of the node."""
     looks = {number: answer.data for number, answer in answers.items()}
     yield _chips(looks, wanted)
     yield _free_chips(looks)
     yield _environment(looks)
-    yield _memory(looks)
+    yield _check_memory(looks)
     free = {number: look["cache_free"] for number, look in looks.items()}
     low = {n: f"{size / GIB:.1f} GiB free" for n, size in free.items() if size < _CACHE_GIB * GIB}
     if low:
@@ -58,7 +58,7 @@ def check_looks(answers: Mapping[int, Answer], wanted: Slice | None) -> Iterator
         yield warning("compilation cache", by_worker(low), f"{_CACHE_GIB} GiB or more", remedy)
     else:
         yield ok("compilation cache", f"{min(free.values()) / GIB:.0f} GiB free or more")
-    yield _clocks(answers)
+    yield _check_clocks(answers)
 
 
 def _chips(looks: _Looks, wanted: Slice | None) -> Finding:
@@ -102,7 +102,7 @@ def _environment(looks: _Looks) -> Finding:
     return ok("environment", f"{next(iter(found.values()))}, everywhere")
 
 
-def _memory(looks: _Looks) -> Finding:
+def _check_memory(looks: _Looks) -> Finding:
     sizes = {number: look["memory"] for number, look in looks.items() if look["memory"]}
     if len(sizes) < len(looks):
         remedy = "check that the workers run Linux"
@@ -118,7 +118,7 @@ def _memory(looks: _Looks) -> Finding:
     return ok("memory", f"{shown[least]} on the worker with the least")
 
 
-def _clocks(answers: Mapping[int, Answer]) -> Finding:
+def _check_clocks(answers: Mapping[int, WorkerAnswer]) -> Finding:
     """A worker reads its clock between the request and its answer."""
     off = {}
     for number, answer in answers.items():
@@ -133,7 +133,7 @@ def _clocks(answers: Mapping[int, Answer]) -> Finding:
     return ok("clocks", f"within {_CLOCK_SECONDS:g} s and the time of an answer")
 
 
-def check_versions(answers: Mapping[int, Answer], wanted: Slice | None) -> Iterator[Finding]:
+def check_versions(answers: Mapping[int, WorkerAnswer], wanted: Slice | None) -> Iterator[Finding]:
     looks = {number: answer.data for number, answer in answers.items()}
     yield _python({number: str(look["python"]) for number, look in looks.items()})
     for name in ("torch", "torch_xla", "libtpu", "xla_fsdp", "jax", "jaxlib"):
@@ -205,28 +205,28 @@ def _own(found: str) -> Finding:
 def check_shared_path(workers: Workers, numbers: Iterable[int], path: str) -> Iterator[Finding]:
     """Three rounds, because no worker may remove its file before all others have checked it."""
     numbers = list(numbers)
-    wrote: dict[int, Answer] = {}
+    wrote: dict[int, WorkerAnswer] = {}
     try:
         wrote = workers.ask("write", numbers, path=path)
-        yield _writable(wrote, path, len(workers.numbers))
+        yield _check_written(wrote, path, len(workers.numbers))
         writers = [number for number, answer in wrote.items() if not answer.problem]
         if writers:
             yield _space([wrote[number].data["free"] for number in writers], path)
         if len(writers) > 1 or writers == workers.numbers:
             read = workers.ask("read", writers, path=path, workers=writers)
-            yield _shared(read, path, len(workers.numbers))
+            yield _check_shared(read, path, len(workers.numbers))
         else:
             found = f"{path}: needs two workers that write, not {len(writers)}"
             yield skipped("checkpoints shared", found)
     finally:
-        left = _clean(workers, numbers, wrote, path)
+        left = _remove_files(workers, numbers, wrote, path)
     if left:
         remedy = f"remove {path.rstrip('/')}/.preflight-{workers.token} manually"
         yield warning("probe files", by_worker(left), "removed", remedy)
 
 
-def _clean(
-    workers: Workers, numbers: Iterable[int], wrote: Mapping[int, Answer], path: str
+def _remove_files(
+    workers: Workers, numbers: Iterable[int], wrote: Mapping[int, WorkerAnswer], path: str
 ) -> dict[int, str]:
     """Returns the workers on which that failed, with the reasons."""
     # These would not answer now either.
@@ -239,7 +239,7 @@ def _clean(
     return dict.fromkeys(hung, "it may have left a file") | left
 
 
-def _writable(wrote: Mapping[int, Answer], path: str, total: int) -> Finding:
+def _check_written(wrote: Mapping[int, WorkerAnswer], path: str, total: int) -> Finding:
     problems = _problems(wrote)
     if not problems:
         return ok("checkpoints written", f"{path}: by {len(wrote)} of {total} workers")
@@ -264,7 +264,7 @@ def _space(free: Iterable[int | None], path: str) -> Finding:
     return warning("checkpoint space", found, expected, remedy)
 
 
-def _shared(read: Mapping[int, Answer], path: str, total: int) -> Finding:
+def _check_shared(read: Mapping[int, WorkerAnswer], path: str, total: int) -> Finding:
     problems = _problems(read)
     for number in read.keys() - problems.keys():
         answer = read[number]

@@ -59,7 +59,7 @@ class Template:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerAnswer:
     """``data`` is empty if there is a ``problem``; times by this machine's clock."""
 
     data: Mapping[str, Any]
@@ -93,7 +93,7 @@ class Workers:
                 f"it must contain {' or '.join(_DISTINGUISHING_FIELDS)}"
             )
 
-    def ask(self, action: str, numbers: Iterable[int], **details: Any) -> dict[int, Answer]:
+    def ask(self, action: str, numbers: Iterable[int], **details: Any) -> dict[int, WorkerAnswer]:
         """Sends one request with ``details`` to each of ``numbers``, and waits for all answers."""
         common = {"token": self.token, "seconds": self.seconds, "action": action, **details}
         commands = {}
@@ -105,7 +105,7 @@ class Workers:
                 "worker": str(number),
                 "address": endpoint.address,
                 "external_address": endpoint.external or endpoint.address,
-                "command": f"{self.python} -c {shlex.quote(_program(request))}",
+                "command": f"{self.python} -c {shlex.quote(_probe_command(request))}",
             }
             commands[number] = self.template.fill(values)
         try:
@@ -114,7 +114,7 @@ class Workers:
             raise UsageError(f"the command for the workers cannot be started: {error}") from error
         return {number: self._answer(outcome) for number, outcome in sorted(outcomes.items())}
 
-    def _answer(self, outcome: Outcome) -> Answer:
+    def _answer(self, outcome: Outcome) -> WorkerAnswer:
         data, problem = _own_line(outcome.out, self.token), ""
         if "error" in data:
             problem = to_one_line(data["error"])
@@ -124,10 +124,10 @@ class Workers:
             ended = f"the command ended with {outcome.code}"
             ended = ended if outcome.code else "the answer is not from the probe"
             problem = f"{ended}: {to_one_line(outcome.reason)}"
-        return Answer(data, problem, outcome.started, outcome.ended)
+        return WorkerAnswer(data, problem, outcome.started, outcome.ended)
 
 
-def _program(request: Mapping[str, Any]) -> str:
+def _probe_command(request: Mapping[str, Any]) -> str:
     """The probe and its request, as one line that a shell leaves unchanged."""
     text = Path(__file__).with_name("probe.py").read_text(encoding="utf-8")
     text += f"\nmain({json.dumps(request)!r})\n"

@@ -22,7 +22,7 @@ import torch_xla.runtime as xr
 from .. import xlac
 from ..wording import first_line
 from .rank import current_rank, is_simulated_rank
-from .slices import place
+from .slices import multislice_config
 
 # "HOST:PORT", for the processes that a launcher starts.
 _ADDRESS = "XLA_FSDP_STORE"
@@ -109,7 +109,7 @@ def _hosts() -> tuple[list[str], int]:
     except Exception:  # no metadata: a single host
         return ["localhost"], 0
     # With several slices, every host has this address.
-    found = place()
+    found = multislice_config()
     if found is not None:
         return [found.coordinator, *hosts], 0 if found.number == number == 0 else 1
     return hosts, number if len(hosts) > 1 else 0

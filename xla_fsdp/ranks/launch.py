@@ -18,8 +18,8 @@ from .errors import CollectiveMismatchError, Preempted, RankError, RankTimeoutEr
 from .rank import current_rank
 from .slices import (
     OnAllSlices,
+    multislice_config,
     number_of_slices,
-    place,
     prepare_host,
     prepare_process,
     require_all_slices,
@@ -102,7 +102,7 @@ def launch(
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
     if platform_of_ranks() != "CPU" or under_torchrun:
-        found = place()
+        found = multislice_config()
         require_slices(slices, found)
         _check_device_count(num_devices, found.count if found else 1)
         if not under_torchrun:
@@ -116,17 +116,17 @@ def launch(
             watched(fn, timeout)(xr.global_ordinal(), *args)
         else:
             prepared = watched(in_spawned_processes(fn), timeout)
-            spawned.run(prepared if found is None else OnAllSlices(prepared), args)
+            spawned.run_spawned(prepared if found is None else OnAllSlices(prepared), args)
         return None
     size = _runtime.size_for(num_devices)
-    parts = number_of_slices(slices, size)
+    count = number_of_slices(slices, size)
     if not _runtime.launching.acquire(blocking=False):
         raise RuntimeError(
             "another thread of this process is in launch, and only one launch can run at a time. "
             "Wait until it has returned"
         )
     try:
-        return run_ranks(_runtime, fn, args, size, timeout, parts)
+        return run_ranks(_runtime, fn, args, size, timeout, count)
     finally:
         _runtime.launching.release()
 

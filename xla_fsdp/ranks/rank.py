@@ -41,7 +41,7 @@ class CollectiveOrder:
             self._last = self._first()
         if not operand.numel():
             return operand
-        return self._call("depend_on_last", _guarded, [operand, self._last])
+        return self._call("depend_on_last", _delay_operand, [operand, self._last])
 
     def add(self, result: torch.Tensor) -> None:
         xlac.set_collective_token(self._device, None)
@@ -79,7 +79,7 @@ class CollectiveOrder:
         return made[0]
 
 
-def _guarded(operand: xb.Op, last: xb.Op) -> xb.Op:
+def _delay_operand(operand: xb.Op, last: xb.Op) -> xb.Op:
     zero = operand.zeros_like()
     return last.broadcast(tuple(operand.shape().sizes)).select(zero, operand)
 
@@ -90,7 +90,7 @@ def _dependent(result: xb.Op, last: xb.Op) -> xb.Op:
     return last & (one != one.zeros_like())
 
 
-class Collective(NamedTuple):
+class TracedCollective(NamedTuple):
     """A collective that a rank has traced but not run yet."""
 
     channel: int
@@ -133,7 +133,7 @@ class RankContext:
     slices: tuple[tuple[int, ...], ...]
     chain: CollectiveOrder | None
     thread: int | None = None
-    pending: list[Collective] = field(default_factory=list)
+    pending: list[TracedCollective] = field(default_factory=list)
     active: bool = True
     stepping: bool = False
     as_on_tpu: bool = False
@@ -164,7 +164,7 @@ class RankContext:
         """
         with self._lock:
             self._issued += 1
-            record = Collective(self._issued, kind, tuple(shape), dtype, label, where)
+            record = TracedCollective(self._issued, kind, tuple(shape), dtype, label, where)
             self.pending.append(record)
             return self._issued
 

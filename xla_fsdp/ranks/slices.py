@@ -14,9 +14,9 @@ from ..tpu.slices import (
     PORT,
     VARIABLES,
     Groups,
-    PlaceAmongSlices,
-    place_among_slices,
+    MultisliceConfig,
     ranks_by_slice,
+    read_multislice_config,
 )
 from .rank import current_rank
 
@@ -35,7 +35,7 @@ def slices_of_ranks() -> Groups:
     return found if sum(map(len, found)) == ranks else ()
 
 
-def place() -> PlaceAmongSlices | None:
+def multislice_config() -> MultisliceConfig | None:
     """This host's place among several slices; ``None`` for one slice, and on a CPU.
 
     Raises ValueError if the environment and the machine's metadata contradict each other.
@@ -48,7 +48,7 @@ def place() -> PlaceAmongSlices | None:
         metadata = {}
     # YAML, in which some values are numbers.
     found = {name: os.environ.get(name) or metadata.get(name) for name in VARIABLES}
-    return place_among_slices({n: "" if v is None else str(v) for n, v in found.items()})
+    return read_multislice_config({n: "" if v is None else str(v) for n, v in found.items()})
 
 
 def number_of_slices(asked: int | None, ranks: int) -> int:
@@ -65,7 +65,7 @@ def number_of_slices(asked: int | None, ranks: int) -> int:
     return value
 
 
-def require_slices(asked: int | None, found: PlaceAmongSlices | None) -> None:
+def require_slices(asked: int | None, found: MultisliceConfig | None) -> None:
     """Raises ValueError if the number of TPU slices is not the expected one."""
     name, value = _expected(asked)
     count = found.count if found else 1
@@ -89,7 +89,7 @@ def _expected(asked: int | None) -> tuple[str, int | None]:
     return EXPECTED, int(given) if given else None
 
 
-def prepare_host(found: PlaceAmongSlices | None) -> None:
+def prepare_host(found: MultisliceConfig | None) -> None:
     if found is not None:
         # torch_xla searches for the first rank's host only among the hosts of the same slice.
         os.environ.setdefault("MASTER_ADDR", found.coordinator)
@@ -97,7 +97,7 @@ def prepare_host(found: PlaceAmongSlices | None) -> None:
 
 def prepare_process(local_rank: int) -> None:
     """Sets the port for communication between slices; call it before XLA's runtime starts."""
-    found = place()
+    found = multislice_config()
     if local_rank > 0 and found is not None:
         os.environ[PORT] = str(found.port + local_rank)
 
@@ -134,7 +134,7 @@ def require_all_slices() -> None:
 
     Slices that are not connected would overwrite each other's checkpoints.
     """
-    own, found = place(), slices_of_ranks()
+    own, found = multislice_config(), slices_of_ranks()
     expected, seen = (own.count if own else 1), max(len(found), 1)
     if expected != seen:
         raise RuntimeError(

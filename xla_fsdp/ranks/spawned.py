@@ -36,7 +36,7 @@ _FOLDER = "XLA_FSDP_RUN_FOLDER"
 _POLL_SECONDS = 0.5
 
 
-def run(fn: Callable, args: Sequence[Any]) -> None:
+def run_spawned(fn: Callable, args: Sequence[Any]) -> None:
     """``torch_xla.launch``, which ends as soon as a rank of this host fails.
 
     Raises:
@@ -53,7 +53,7 @@ def run(fn: Callable, args: Sequence[Any]) -> None:
                 torch_xla.launch(partial(_run_and_report, folder, fn), tuple(args))
         except BrokenProcessPool as error:
             if not preempted.exists():
-                failure, cause = _read(folder)
+                failure, cause = _read_report(folder)
                 raise failure from (cause or error)
         if preempted.exists():
             raise Preempted(preempted.read_text())
@@ -177,7 +177,7 @@ def _kill(folder: Path) -> None:
 def _report_and_exit(folder: Path, rank: int, error: BaseException) -> NoReturn:
     try:
         try:
-            _write(folder, rank, error)
+            _write_report(folder, rank, error)
         except Exception:  # most likely a full disk
             traceback.print_exception(error)
         sys.stdout.flush()
@@ -187,7 +187,7 @@ def _report_and_exit(folder: Path, rank: int, error: BaseException) -> NoReturn:
         os._exit(1)
 
 
-def _write(folder: Path, rank: int, error: BaseException) -> None:
+def _write_report(folder: Path, rank: int, error: BaseException) -> None:
     message = f"rank {rank} raised {type(error).__name__}"
     with contextlib.suppress(Exception):  # __str__ may raise
         message += f": {error}"
@@ -202,7 +202,7 @@ def _write(folder: Path, rank: int, error: BaseException) -> None:
         os.replace(draft, folder / _REPORT)
 
 
-def _read(folder: Path) -> tuple[RankError, BaseException | None]:
+def _read_report(folder: Path) -> tuple[RankError, BaseException | None]:
     try:
         failure, data = pickle.loads((folder / _REPORT).read_bytes())
     except FileNotFoundError:

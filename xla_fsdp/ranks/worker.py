@@ -47,7 +47,7 @@ def main() -> NoReturn:
             os._exit(0)
         kind, *request = pickle.loads(packet)
         if kind == "wait":
-            server.send(pickle.dumps(_wait(*request)))
+            server.send(pickle.dumps(_wait_for_child(*request)))
             continue
         pid = os.fork()
         if pid == 0:
@@ -64,7 +64,7 @@ def main() -> NoReturn:
         server.send(pickle.dumps(pid))
 
 
-def _wait(pid: int, seconds: float) -> int | None:
+def _wait_for_child(pid: int, seconds: float) -> int | None:
     deadline = time.monotonic() + seconds
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -103,13 +103,13 @@ def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
         os.environ.clear()  # libraries leave settings in it
         os.environ.update(environment)
         xm.set_rng_state(xla_seed, "xla:0")
-        outcome = _run(call, size)
+        outcome = _run_call(call, size)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send((*outcome, not _runtime.leftover))
 
 
-def _run(call: bytes, size: int) -> tuple[list[bytes] | None, tuple | None]:
+def _run_call(call: bytes, size: int) -> tuple[list[bytes] | None, tuple | None]:
     try:
         fn, args, kwargs = pickle.loads(call)
         results = launch(functools.partial(fn, **kwargs), args, size)

@@ -256,10 +256,10 @@ def _pickler(buffer: io.BytesIO) -> pickle.Pickler:
         make, parts = reduce(code)
         return make, tuple(code.co_filename if p == "<dynamic-code>" else p for p in parts)
 
-    class Pickler(cloudpickle.Pickler):
+    class FileNamePickler(cloudpickle.Pickler):
         dispatch_table = ChainMap({CodeType: with_file}, cloudpickle.Pickler.dispatch_table)
 
-    return Pickler(buffer)
+    return FileNamePickler(buffer)
 
 
 def _importable(module: ModuleType) -> bool:

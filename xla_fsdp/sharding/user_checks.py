@@ -15,8 +15,8 @@ from ..collectives.world import World, all_gather_object
 from ..names import dotted
 from ..ranks.rank import is_simulated_rank
 from ..ranks.slices import slices_of_ranks
-from ..ranks.watchdog.settings import say
-from ..tree import has_own_operators, tensors_in
+from ..ranks.watchdog.watch_settings import log_line
+from ..tree import overrides_dispatch, tensors_in
 from .deferred_values import require_all_initialized
 from .freeing import stamps
 from .ignored import ignored_mark_of, is_ignored
@@ -87,12 +87,12 @@ def log_slices(world: World) -> None:
         return
     where = f"{len(slices)} slices of {len(slices[0])} ranks"
     if world.replicas > 1 and set(world.groups) == set(slices):
-        say(
+        log_line(
             f"{where}: the model is sharded within each slice and replicated over the slices. Pass "
             "sharding_strategy=ShardingStrategy.FULL_SHARD to shard over all ranks"
         )
     elif any(not any(set(group) <= set(one) for one in slices) for group in world.groups):
-        say(
+        log_line(
             f"{where}: the model is sharded over ranks of several slices, so every gather uses the "
             "network between them"
         )
@@ -229,7 +229,7 @@ def require_shardable_parameters(path: str, module: nn.Module) -> None:
             continue
         kind, called = type(parameter), dotted(path, key)
         own_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
-        if own_function or has_own_operators(kind):
+        if own_function or overrides_dispatch(kind):
             raise TypeError(
                 f"parameter {called!r} is a {kind.__name__}, which overrides operators, but the "
                 "gathered parameter would be a plain tensor without them. Use an nn.Parameter, or "

@@ -149,7 +149,7 @@ def calibrated(where: Slice, calibration: Calibration | None) -> Slice:
     return where if calibration is None else replace(where, chip=calibration.apply(where.chip))
 
 
-def read(calibration: Calibration | str | os.PathLike[str]) -> Calibration:
+def load_calibration(calibration: Calibration | str | os.PathLike[str]) -> Calibration:
     """Loads a path; errors as :meth:`Calibration.load`."""
     if isinstance(calibration, Calibration):
         return calibration

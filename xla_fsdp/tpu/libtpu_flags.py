@@ -27,7 +27,7 @@ _ASKING = "xla_fsdp_is_asking"
 _SECONDS = 60
 
 
-def read(arguments: str) -> dict[str, str]:
+def parse_arguments(arguments: str) -> dict[str, str]:
     """Names and values of ``arguments``, as libtpu reads them; "true" for a bare name.
 
     A word after a bare name is its value here; for boolean flags, which only libtpu knows, it is
@@ -51,24 +51,24 @@ def read(arguments: str) -> dict[str, str]:
     return found
 
 
-def written(options: Mapping[str, str]) -> list[str]:
+def to_arguments(options: Mapping[str, str]) -> list[str]:
     return [f"--{name}={value}" for name, value in options.items()]
 
 
 def with_last(arguments: str, options: Mapping[str, str]) -> str:
     words = arguments.split()
     end = words.index("--") if "--" in words else len(words)
-    return " ".join([*words[:end], *written(options)])
+    return " ".join([*words[:end], *to_arguments(options)])
 
 
-def without(arguments: str, names: Sequence[str]) -> str:
+def with_undefok(arguments: str, names: Sequence[str]) -> str:
     """``arguments`` with unknown ``names`` in ``undefok``.
 
     torch_xla would add its own again if they were removed.
     """
     if not names:
         return " ".join(arguments.split())
-    allowed = read(arguments).get("undefok", "")
+    allowed = parse_arguments(arguments).get("undefok", "")
     words = arguments.split()
     end = words.index("--") if "--" in words else len(words)
     kept = [word for word in words[:end] if not word.lstrip("-").startswith("undefok=")]
@@ -124,13 +124,13 @@ def library(environ: Mapping[str, str] = os.environ) -> str | None:
     return str(path) if path.is_file() else None
 
 
-class _Arguments(ctypes.Structure):
+class _InitializeArguments(ctypes.Structure):
     """``PJRT_Plugin_Initialize_Args`` of pjrt_c_api.h."""
 
     _fields_ = [("struct_size", ctypes.c_size_t), ("extension_start", ctypes.c_void_p)]
 
 
-class _Api(ctypes.Structure):
+class _PjrtApi(ctypes.Structure):
     """The beginning of ``PJRT_Api`` of pjrt_c_api.h."""
 
     _fields_ = [
@@ -143,16 +143,19 @@ class _Api(ctypes.Structure):
         ("error_destroy", ctypes.c_void_p),
         ("error_message", ctypes.c_void_p),
         ("error_get_code", ctypes.c_void_p),
-        ("plugin_initialize", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Arguments))),
+        (
+            "plugin_initialize",
+            ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_InitializeArguments)),
+        ),
     ]
 
 
-def _initialize(library: str) -> None:
+def _initialize_plugin(library: str) -> None:
     get_api = ctypes.CDLL(library).GetPjrtApi
-    get_api.restype = ctypes.POINTER(_Api)
-    arguments = _Arguments(ctypes.sizeof(_Arguments), None)
+    get_api.restype = ctypes.POINTER(_PjrtApi)
+    arguments = _InitializeArguments(ctypes.sizeof(_InitializeArguments), None)
     get_api().contents.plugin_initialize(ctypes.byref(arguments))
 
 
 if __name__ == "__main__":
-    _initialize(sys.argv[1])
+    _initialize_plugin(sys.argv[1])

@@ -48,8 +48,8 @@ class OneCollective:
 
 
 @dataclass(frozen=True)
-class Route:
-    """How one group of ranks is wired.
+class GroupLinks:
+    """The links between the ranks of one group.
 
     Attributes:
         cores: ranks on each chip.
@@ -75,7 +75,7 @@ def collective_seconds(collective: OneCollective, slice: Slice) -> float:
     return Links(slice).seconds(collective)
 
 
-def describe(slice: Slice) -> str:
+def describe_links(slice: Slice) -> str:
     chip = slice.chip
     axes = ", ".join(
         f"{length} ({'ring' if wrap else 'line'})"
@@ -105,7 +105,7 @@ def describe(slice: Slice) -> str:
 
 
 class Links:
-    """The links of one slice. Caches the routes of groups."""
+    """The links of one slice. Caches those of groups."""
 
     def __init__(self, slice: Slice) -> None:
         self._slice = slice
@@ -113,7 +113,7 @@ class Links:
         self._shape = slice.device_shape[:3]
         wraps = (*slice.wraps, False)[:3]
         self._wraps = tuple(w and n > 2 for w, n in zip(wraps, self._shape, strict=True))
-        self._routes: dict[Groups, tuple[Route, ...]] = {}
+        self._known: dict[Groups, tuple[GroupLinks, ...]] = {}
         self._loads: dict[Groups, tuple[Counter[_Link], int]] = {}  # of permutes
 
     def seconds(self, collective: OneCollective) -> float:
@@ -121,8 +121,8 @@ class Links:
             return self._between(collective)
         if collective.kind == "collective-permute":
             return self._permute(collective)
-        routes = self.routes(collective.groups)
-        return max((self._along(route, collective) for route in routes), default=0.0)
+        groups = self.of_groups(collective.groups)
+        return max((self._within(group, collective) for group in groups), default=0.0)
 
     def used(self, collective: OneCollective) -> Collection[_Link] | None:
         """The links, one way each, that a permute uses; ``None``, all of them, for other kinds."""
@@ -130,16 +130,16 @@ class Links:
             return None
         return self._load_of(collective.groups)[0].keys()
 
-    def routes(self, groups: Groups) -> tuple[Route, ...]:
-        """The different routes among ``groups`` of ranks, used at the same time; () means all.
+    def of_groups(self, groups: Groups) -> tuple[GroupLinks, ...]:
+        """The different links of ``groups`` of ranks, used at the same time; () means all.
 
         Raises ValueError for a rank that the slice does not have, or that is in two groups.
         """
-        if groups not in self._routes:
+        if groups not in self._known:
             every = groups or (tuple(range(len(self._places))),)
             self._check([rank for group in every for rank in group])
-            self._routes[groups] = tuple(dict.fromkeys(self._wired(every)))
-        return self._routes[groups]
+            self._known[groups] = tuple(dict.fromkeys(self._links_of(every)))
+        return self._known[groups]
 
     def _check(self, ranks: Sequence[int]) -> None:
         count = len(self._places)
@@ -148,24 +148,24 @@ class Links:
                 wrong = "twice in a collective" if times > 1 else "not on this slice"
                 raise ValueError(f"rank {rank} is {wrong}: {self._slice.name} has {count} ranks")
 
-    def _along(self, route: Route, collective: OneCollective) -> float:
+    def _within(self, group: GroupLinks, collective: OneCollective) -> float:
         chip = self._slice.chip
-        if route.ranks < 2:
+        if group.ranks < 2:
             return 0.0
-        sent = wire_bytes(collective.kind, collective.bytes, route.ranks)
-        if not route.links:
+        sent = wire_bytes(collective.kind, collective.bytes, group.ranks)
+        if not group.links:
             return self._inside(sent)
-        links, hops = route.links, route.hops
+        links, hops = group.links, group.hops
         emitter = collective.emitter  # one ring: "1DAllGatherNonMajorDim", but not "StrategyND"
         if emitter.startswith("1D") or ("Ring" in emitter and "ND" not in emitter):
-            links, hops = min(links, 2), max(hops, route.ranks // route.cores // 2)
+            links, hops = min(links, 2), max(hops, group.ranks // group.cores // 2)
         if collective.kind == "all-to-all":
-            load = route.crossing * collective.bytes
+            load = group.crossing * collective.bytes
         else:
             load = sent / links
         phases = 2 if collective.kind == "all-reduce" else 1
         latency = chip.launch_latency + phases * hops * chip.hop_latency
-        return latency + route.sharing * load / chip.link_bandwidth
+        return latency + group.sharing * load / chip.link_bandwidth
 
     def _inside(self, sent: int) -> float:
         chip = self._slice.chip
@@ -197,7 +197,7 @@ class Links:
             self._loads[pairs] = self._paths_of(pairs)
         return self._loads[pairs]
 
-    def _wired(self, groups: Groups) -> Iterator[Route]:
+    def _links_of(self, groups: Groups) -> Iterator[GroupLinks]:
         chips = [Counter(self._places[rank][:3] for rank in group) for group in groups]
         grids = [sides for count in chips if (sides := _grid(count)) is not None]
         if len(grids) < len(groups):
@@ -216,7 +216,7 @@ class Links:
                 hops += self._shape[axis] // 2 if ways == 2 else at[-1] - at[0]
                 crossing = max(crossing, cores * half * (size - half) / size / ways)
             sharing = max((load[link] for link in own), default=1)
-            yield Route(len(group), cores, links, hops, crossing, sharing)
+            yield GroupLinks(len(group), cores, links, hops, crossing, sharing)
 
     def _closes(self, axis: int, at: Sequence[int]) -> bool:
         length = self._shape[axis]
@@ -231,11 +231,11 @@ class Links:
         for x, y, z in product(*(steps if a == axis else s for a, s in enumerate(sides))):
             yield axis, (x, y, z)
 
-    def _astray(self, groups: Groups) -> Route:
+    def _astray(self, groups: Groups) -> GroupLinks:
         pairs = [pair for g in groups if len(g) > 1 for pair in zip(g, (*g[1:], g[0]), strict=True)]
         load, hops = self._paths_of(pairs)
         ranks, busiest = max(map(len, groups)), max(load.values(), default=1)
-        return Route(ranks, 1, 1, (ranks - 1) * max(hops, 1), (ranks - 1) / 2, busiest)
+        return GroupLinks(ranks, 1, 1, (ranks - 1) * max(hops, 1), (ranks - 1) / 2, busiest)
 
     def _paths_of(self, pairs: Iterable[Sequence[int]]) -> tuple[Counter[_Link], int]:
         """Pairs of ranks that each link serves, and the longest path."""

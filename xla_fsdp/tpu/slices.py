@@ -28,7 +28,7 @@ _REMEDY = (
 
 
 @dataclass(frozen=True)
-class PlaceAmongSlices:
+class MultisliceConfig:
     """This process is on slice ``number`` of ``count``.
 
     ``coordinator``: the first host of slice 0. ``port``: of each host, for the other slices.
@@ -40,7 +40,7 @@ class PlaceAmongSlices:
     port: int = DEFAULT_PORT
 
 
-def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
+def read_multislice_config(said: Mapping[str, str]) -> MultisliceConfig | None:
     """The place that the variables ``said`` describe, or None for one slice. Raises ValueError."""
     given = {name: said[name].strip() for name in VARIABLES if said.get(name, "").strip()}
     count = given.get(COUNT)
@@ -69,10 +69,10 @@ def place_among_slices(said: Mapping[str, str]) -> PlaceAmongSlices | None:
     port = given.get(PORT, str(DEFAULT_PORT))
     if not _is_number(port, 1, 1 << 16):
         raise ValueError(f"{PORT}={port!r} must be a port, a number from 1 to 65535")
-    return PlaceAmongSlices(slices, int(number), _host(given[COORDINATOR]), int(port))
+    return MultisliceConfig(slices, int(number), _host_of_address(given[COORDINATOR]), int(port))
 
 
-def _host(address: str) -> str:
+def _host_of_address(address: str) -> str:
     plain = address.rpartition("//")[2]  # grpc names: dns:///host:port
     host, _, port = plain.rpartition(":") if ":" in plain else (plain, "", "")
     is_host = re.fullmatch(r"[\w.-]+|\[[0-9A-Fa-f:.]+\]", host)

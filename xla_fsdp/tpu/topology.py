@@ -127,7 +127,7 @@ class Slice:
         return x, y, z
 
 
-def names() -> tuple[str, ...]:
+def slice_names() -> tuple[str, ...]:
     """Without shapes and the alias v5e-N."""
     return tuple(f"{chip.accelerator}-{size}" for chip in CHIPS.values() for size in chip.slices)
 
@@ -207,7 +207,7 @@ def _closest(name: str) -> tuple[str, ...]:
         for shape in chip.slices.values()
         if prod(shape) <= 512
     ]
-    candidates = list(dict.fromkeys([*names(), *shapes]))
+    candidates = list(dict.fromkeys([*slice_names(), *shapes]))
     return tuple(difflib.get_close_matches(text, candidates, n=3, cutoff=0.5))
 
 

@@ -29,7 +29,7 @@ from ..loading import (
     Reader,
     find_checkpoint,
     open_checkpoint,
-    prepare,
+    prepare_load,
 )
 from ..rank_exchange import RankExchange, describe_error
 from ..saving import IncompleteSave, RunningSave, agree_on_contents, begin_save
@@ -173,7 +173,7 @@ class TieredCheckpointer:
 
         def read(checkpoint: ShardedCheckpoint) -> Prepared:
             reader = Reader(checkpoint, exchange)
-            return prepare(reader, model, optimizer, scheduler, strict, restore_rng)
+            return prepare_load(reader, model, optimizer, scheduler, strict, restore_rng)
 
         with synced_device():
             self._flush()

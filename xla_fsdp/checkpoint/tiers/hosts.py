@@ -125,7 +125,7 @@ class TierServer(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def __init__(self, tier: HostTier, key: bytes, host: str) -> None:
-        super().__init__((host, 0), _Handler)
+        super().__init__((host, 0), _ReplicaHandler)
         self.tier, self.key = tier, key
         self.address: Address = (host, self.server_address[1])
         self._thread = threading.Thread(
@@ -142,7 +142,7 @@ class TierServer(socketserver.ThreadingTCPServer):
         self._thread.join()
 
 
-class _Handler(socketserver.StreamRequestHandler):
+class _ReplicaHandler(socketserver.StreamRequestHandler):
     server: TierServer
     timeout = TIMEOUT
     disable_nagle_algorithm = True  # do not delay the line before the bytes
@@ -170,7 +170,7 @@ class _Handler(socketserver.StreamRequestHandler):
                     )
                 tier.store.size(_path(tier, card))  # raises before "ok"
                 _send_line(self.wfile, {"ok": True})
-                _copy(tier, card, begin, count, self.wfile)
+                _send_bytes(tier, card, begin, count, self.wfile)
         except (CheckpointError, KeyError, ValueError, TypeError) as error:
             _send_line(self.wfile, {"error": describe_error(error)})
 
@@ -179,7 +179,7 @@ def _path(tier: HostTier, card: Card) -> str:
     return join(tier.folder(card.save), card.record.name)
 
 
-def _copy(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBase) -> None:
+def _send_bytes(tier: HostTier, card: Card, begin: int, count: int, out: BufferedIOBase) -> None:
     path = _path(tier, card)
     piece = memoryview(bytearray(min(count, _PIECE)))
     for at in range(begin, begin + count, _PIECE):
@@ -257,7 +257,7 @@ class Peer:
         what = f"{_path(tier, card)} cannot be copied there"
 
         def send(sink: BufferedIOBase) -> None:
-            _copy(tier, card, 0, card.record.size, sink)
+            _send_bytes(tier, card, 0, card.record.size, sink)
 
         self._request({"do": "put"}, card, what, OutputError, send=send)
 

@@ -33,15 +33,15 @@ from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import join
 from ...sharding.state import is_sharded
 from ..optimizers import load_joined, save_alone
-from .ranks import on_host
-from .settings import Settings
+from .ranks import to_host
+from .wrap_settings import WrapSettings
 
 # The key of a checkpoint that was read from a folder: its value is the folder.
 _FOLDER = "xla_fsdp_folder"
 
 
 class TrainerCheckpoints:
-    settings: Settings
+    settings: WrapSettings
     checkpoint_io: Any
     model: Any
     optimizers: Any
@@ -67,7 +67,7 @@ class TrainerCheckpoints:
         """Saves ``checkpoint``, which the Trainer has collected; every rank calls it."""
         _require_kind(self, os.fspath(filepath))
         if not self.settings.saves_shards:
-            _write_file(self, checkpoint, filepath, storage_options)
+            _write_on_first_rank(self, checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise ValueError("storage_options has no effect on sharded checkpoints: leave it out")
@@ -121,7 +121,7 @@ class TrainerCheckpoints:
 
 
 class FabricCheckpoints:
-    settings: Settings
+    settings: WrapSettings
     checkpoint_io: Any
     broadcast: Any
     _convert_stateful_objects_in_state: Any
@@ -158,7 +158,7 @@ class FabricCheckpoints:
         content = rest if self.settings.saves_shards else state
         converted = self._convert_stateful_objects_in_state(content, filters)
         if not self.settings.saves_shards:
-            _write_file(self, converted, wanted, storage_options)
+            _write_on_first_rank(self, converted, wanted, storage_options)
             return
         filtered = [key for key in filters if key in models or key in optimizers]
         if filtered or storage_options is not None:
@@ -264,10 +264,12 @@ def _require_kind(strategy: Any, path: str) -> None:
     RankExchange().run_on_first_rank(f"save to {path}", look)
 
 
-def _write_file(strategy: Any, content: dict[str, Any], path: Any, storage_options: Any) -> None:
+def _write_on_first_rank(
+    strategy: Any, content: dict[str, Any], path: Any, storage_options: Any
+) -> None:
     def write() -> None:
         strategy.checkpoint_io.save_checkpoint(
-            on_host(content), path, storage_options=storage_options
+            to_host(content), path, storage_options=storage_options
         )
 
     RankExchange().run_on_first_rank(f"write {path}", write)
@@ -290,7 +292,7 @@ def _read_extra(
 
 def _packed(rest: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(on_host(rest), buffer)
+    torch.save(to_host(rest), buffer)
     return buffer.getvalue()
 
 

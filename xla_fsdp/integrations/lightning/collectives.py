@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from ...checkpoint.rank_exchange import RankExchange
 from ...collectives.random_state import preserve_random_state
 from ...layers.gathering import all_gather_with_grad
-from .ranks import in_rank, on_host, root_device
+from .ranks import in_rank, root_device, to_host
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class CollectivesMixin:
     def broadcast(self, obj: T, src: int = 0) -> T:
         if not several_ranks():
             return obj
-        own = pickle.dumps(on_host(obj)).hex() if xr.global_ordinal() == src else None
+        own = pickle.dumps(to_host(obj)).hex() if xr.global_ordinal() == src else None
         found = pickle.loads(bytes.fromhex(RankExchange().gather_values("broadcast", own)[src]))
         on_device = isinstance(obj, torch.Tensor) and obj.device.type == "xla"
         return found.to(root_device()) if on_device else found

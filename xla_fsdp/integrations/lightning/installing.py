@@ -35,9 +35,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ...sharding.state import is_sharded
 from ..changes import Changes
-from ..saving import count_full_parameters
+from ..full_weights import count_full_parameters
 from ..sharding import wrap_recomputed
-from .ranks import CurrentRankNumber, RanksAccelerator, on_cpu
+from .ranks import CurrentRankNumber, RanksAccelerator, ranks_are_threads
 from .strategies import FabricStrategy, TrainerStrategy
 
 changes = Changes("lightning", extra="lightning")
@@ -51,14 +51,14 @@ DROP_IN_NAME = "xla_fsdp"
 def install() -> None:
     """Registers the strategies and makes the changes, unless this was done already."""
     changes.apply()
-    _register(NAME)
+    _register_strategies(NAME)
 
 
 def install_drop_in() -> None:
     """Makes ``"xla_fsdp"`` and Lightning's ``XLAFSDPStrategy`` also select this package."""
     install()
     drop_in.apply()
-    _register(DROP_IN_NAME)
+    _register_strategies(DROP_IN_NAME)
 
 
 def uninstall() -> None:
@@ -70,7 +70,7 @@ def uninstall() -> None:
     theirs.XLAFSDPStrategy.register_strategies(STRATEGY_REGISTRY)
 
 
-def _register(name: str) -> None:
+def _register_strategies(name: str) -> None:
     for registry, strategy in (
         (STRATEGY_REGISTRY, FabricStrategy),
         (StrategyRegistry, TrainerStrategy),
@@ -106,7 +106,7 @@ for _connector in (_Connector, _AcceleratorConnector):
     changes.around(_connector, "_check_config_and_set_final_flags")(_with_ranks)
 
 
-class _Shared:
+class _SharedContext:
     """A context that the first rank enters, the last one leaves, and all share. It changes methods
     of a class; a second entry would save changed ones, and restore these at its end."""
 
@@ -133,7 +133,7 @@ class _Shared:
                     stack.close()
 
 
-_shared = _Shared()
+_shared = _SharedContext()
 for _place in (lightning.fabric.fabric, lightning.pytorch.trainer.connectors.data_connector):
     changes.around(_place, "_replace_dunder_methods")(_shared)
 
@@ -187,14 +187,14 @@ _forbid_callback(
 @changes.around(lightning.pytorch.callbacks.throughput_monitor, "get_available_flops")
 def _available_flops(original: Any, device: Any, dtype: Any) -> int | None:
     """None on CPU ranks, for which Lightning would query the metadata server."""
-    return None if device.type == "xla" and on_cpu() else original(device, dtype)
+    return None if device.type == "xla" and ranks_are_threads() else original(device, dtype)
 
 
 @changes.around(XLAAccelerator, "auto_device_count")
 def _number_of_tpus(original: Any) -> int:
     """Returns 0 without a TPU: Lightning would query the metadata server, and raise TypeError after
     an import of jax, which disables such queries with ``TPU_SKIP_MDS_QUERY``."""
-    return 0 if on_cpu() else original()
+    return 0 if ranks_are_threads() else original()
 
 
 @changes.around(_LRCallback, "on_train_batch_end")
@@ -226,7 +226,7 @@ class _FullSummary(model_summary.ModelSummary):
 
 
 @changes.around(ModelSummary, "_summary")
-def _summary(original: Any, self: Any, trainer: Any, pl_module: Any) -> Any:
+def _summary_of_full_parameters(original: Any, self: Any, trainer: Any, pl_module: Any) -> Any:
     if not is_sharded(pl_module):
         return original(self, trainer, pl_module)
     return _FullSummary(pl_module, max_depth=self._max_depth)

@@ -44,19 +44,19 @@ def in_rank() -> bool:
     return dist.is_torchelastic_launched() and dist.is_initialized()
 
 
-def on_cpu() -> bool:
+def ranks_are_threads() -> bool:
     """Whether ranks are (or would be) threads of one process."""
     return platform_of_ranks() == "CPU"
 
 
-def ranks_of_this_host() -> int:
+def number_of_ranks_here() -> int:
     """Running ranks, or those to be started."""
     context = current_rank()
     if context is not None:
         return context.size
     if in_rank():
         return xr.local_device_count()
-    if on_cpu():
+    if ranks_are_threads():
         return int(os.environ.get("CPU_NUM_DEVICES", _CPU_RANKS))
     return xlac.devices_of_host()
 
@@ -75,7 +75,7 @@ class RanksEnvironment(XLAEnvironment):
         return xr.local_ordinal() if in_rank() else 0
 
     def node_rank(self) -> int:
-        return xr.host_index() if in_rank() and not on_cpu() else 0
+        return xr.host_index() if in_rank() and not ranks_are_threads() else 0
 
 
 class RanksAccelerator(Accelerator):
@@ -86,12 +86,12 @@ class RanksAccelerator(Accelerator):
         pass
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return {} if on_cpu() else dict(xm.get_memory_info(device))
+        return {} if ranks_are_threads() else dict(xm.get_memory_info(device))
 
     @staticmethod
     def parse_devices(devices: Any) -> int:
         """The number of devices of this host; raises ValueError if it is not possible."""
-        number, found = devices, ranks_of_this_host()
+        number, found = devices, number_of_ranks_here()
         if isinstance(devices, str) and devices.strip().lstrip("-").isdigit():
             number = int(devices)
         if isinstance(number, (list, tuple)):
@@ -99,14 +99,14 @@ class RanksAccelerator(Accelerator):
         every = [-1, "auto", found, list(range(found)), xr.world_size() if in_rank() else found]
         if number in every and not isinstance(number, bool):
             return found
-        if type(number) is int and 1 <= number <= 8 and on_cpu() and not in_rank():
+        if type(number) is int and 1 <= number <= 8 and ranks_are_threads() and not in_rank():
             return number
         if in_rank():
             raise ValueError(
                 f"devices={devices!r}, but {found} ranks are running already, and all must take "
                 "part. Leave devices out, or start another number of ranks"
             )
-        allowed = "1 to 8" if on_cpu() else f"{found}, all of this host"
+        allowed = "1 to 8" if ranks_are_threads() else f"{found}, all of this host"
         raise ValueError(f"devices must be 'auto' or {allowed}, got {devices!r}")
 
     @staticmethod
@@ -115,7 +115,7 @@ class RanksAccelerator(Accelerator):
 
     @staticmethod
     def auto_device_count() -> int:
-        return ranks_of_this_host()
+        return number_of_ranks_here()
 
     @staticmethod
     def is_available() -> bool:
@@ -136,7 +136,7 @@ def root_device() -> torch.device:
     return torch_xla.device()
 
 
-def on_host(obj: Any) -> Any:
+def to_host(obj: Any) -> Any:
     return move_data_to_device(obj, torch.device("cpu"))
 
 
@@ -154,7 +154,7 @@ class CurrentRankNumber:
         return int, (self.number(),)
 
 
-def _method_of_integer(name: str) -> Callable[..., Any]:
+def _delegate_to_int(name: str) -> Callable[..., Any]:
     def call(self: CurrentRankNumber, *others: Any) -> Any:
         plain = (one.number() if isinstance(one, CurrentRankNumber) else one for one in others)
         return getattr(self.number(), name)(*plain)
@@ -166,13 +166,13 @@ for _name in (
     "index int hash bool str repr format eq ne lt le gt ge add radd sub rsub mul rmul mod rmod "
     "floordiv rfloordiv"
 ).split():
-    setattr(CurrentRankNumber, f"__{_name}__", _method_of_integer(f"__{_name}__"))
+    setattr(CurrentRankNumber, f"__{_name}__", _delegate_to_int(f"__{_name}__"))
 
 
 class FabricLauncher(_XLALauncher):
     @property
     def is_interactive_compatible(self) -> bool:
-        return on_cpu()
+        return ranks_are_threads()
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _on_all_ranks(self._strategy, function, args, kwargs)
@@ -184,7 +184,7 @@ class TrainerLauncher(_MultiProcessingLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        return on_cpu()
+        return ranks_are_threads()
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
@@ -218,17 +218,17 @@ def _on_all_ranks(
 ) -> Any:
     with tempfile.TemporaryDirectory(prefix="xla_fsdp-") as folder:
         path = os.path.join(folder, "result")
-        number = strategy.num_processes if on_cpu() else None
-        launch(_run, (path, function, args, kwargs), num_devices=number)
+        number = strategy.num_processes if ranks_are_threads() else None
+        launch(_run_and_save, (path, function, args, kwargs), num_devices=number)
         return torch.load(path, weights_only=False)
 
 
-def _run(
+def _run_and_save(
     rank: int, path: str, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 ) -> None:
     # CPU ranks receive the same objects, but each must have a copy.
     function, args, kwargs = copy.deepcopy((function, args, kwargs))
-    result = on_host(function(*args, **kwargs))
+    result = to_host(function(*args, **kwargs))
     if rank == 0:
         torch.save(result, path)
 

@@ -23,12 +23,17 @@ from ...names import is_wrapper
 from ...ranks.rank import current_rank
 from ...sharding.optimizer_hook import has_shards
 from ...sharding.state import is_sharded
+from ..full_weights import outermost_wrapper
 from ..optimizers import switch_to_shards
-from ..saving import outermost
 from .checkpoints import FabricCheckpoints, TrainerCheckpoints
 from .collectives import CollectivesMixin, sync_metrics
 from .ranks import FabricLauncher, RanksEnvironment, TrainerLauncher, in_rank
-from .settings import Policy, Settings, ShardedFabricPrecision, ShardedTrainerPrecision
+from .wrap_settings import (
+    LightningPolicy,
+    ShardedFabricPrecision,
+    ShardedTrainerPrecision,
+    WrapSettings,
+)
 
 
 class _CommonStrategy(CollectivesMixin):
@@ -89,12 +94,12 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
-        auto_wrap_policy: Policy | None = None,
+        auto_wrap_policy: LightningPolicy | None = None,
         activation_checkpointing_policy: Collection[type[nn.Module]] | None = None,
         state_dict_type: str = "full",
         **options: Any,
     ) -> None:
-        self.settings = Settings(
+        self.settings = WrapSettings(
             auto_wrap_policy, activation_checkpointing_policy, state_dict_type, options
         )
         super().__init__(
@@ -128,7 +133,7 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        self.model = self._wrapped(module)
+        self.model = self._wrap_module(module)
         _update_properties(module, device=self.root_device)
         sync_metrics(module, self.root_device)
         # Use no_grad: inference tensors cannot be saved for a backward.
@@ -142,11 +147,11 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
             self.load_model_state_dict(*self._restored)
             self._restored = None
 
-    def _wrapped(self, module: nn.Module) -> nn.Module:
+    def _wrap_module(self, module: nn.Module) -> nn.Module:
         precision = self.precision_plugin.precision
         automatic = bool(getattr(module, "automatic_optimization", True))
         if automatic and is_sharded(module):
-            root, _ = outermost(module)
+            root, _ = outermost_wrapper(module)
             if root is not module:  # wrapped by an earlier fit, validate, ...
                 return root
         if self._layer_sync is not None:
@@ -228,13 +233,13 @@ class FabricStrategy(FabricCheckpoints, _CommonStrategy, ParallelFabricStrategy,
         parallel_devices: list[torch.device] | None = None,
         checkpoint_io: Any = None,
         precision: Any = None,
-        auto_wrap_policy: Policy | None = None,
+        auto_wrap_policy: LightningPolicy | None = None,
         activation_checkpointing_policy: Collection[type[nn.Module]] | None = None,
         state_dict_type: str = "sharded",
         sequential_save: bool = False,
         **options: Any,
     ) -> None:
-        self.settings = Settings(
+        self.settings = WrapSettings(
             auto_wrap_policy, activation_checkpointing_policy, state_dict_type, options
         )
         self.modules: list[nn.Module] = []  # the modules that were set up
@@ -264,7 +269,11 @@ class FabricStrategy(FabricCheckpoints, _CommonStrategy, ParallelFabricStrategy,
         return contextlib.nullcontext()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        if is_sharded(module) and not is_wrapper(module) and outermost(module)[0] is not module:
+        if (
+            is_sharded(module)
+            and not is_wrapper(module)
+            and outermost_wrapper(module)[0] is not module
+        ):
             raise ValueError(
                 f"this {type(module).__name__} was set up already. Call fabric.setup once for it"
             )

@@ -30,15 +30,15 @@ from ...plan_compiler import (
     refusal_of,
     tested_for,
 )
-from ...tpu.calibration import Calibration, read
+from ...tpu.calibration import Calibration, load_calibration
 from ...tpu.topology import Slice, resolve
 from ...wording import to_one_line
 from ..program.assignment import LIVE_RANGES
 from ..program.flops import model_flops
 from ..records import CompilerMemory
-from ..tracing.traced import PartitionedProgram, TracedProgram, names
+from ..tracing.traced import PartitionedProgram, TracedProgram, scope_names
 from . import compile_child
-from .cache import CompiledStep, PlanCache
+from .plan_cache import CompiledStep, PlanCache
 from .progress import Progress
 
 _POLL_SECONDS = 0.1
@@ -78,7 +78,7 @@ class Target:
                 "compiler_options must have values by name, such as "
                 f"{{'xla_tpu_scoped_vmem_limit_kib': '49152'}}, got {options!r:.80}"
             )
-        measured = None if calibration is None else read(calibration)
+        measured = None if calibration is None else load_calibration(calibration)
         if measured is not None:
             measured.apply(where.chip)  # raises before minutes of compilation
         used = find_compiler(compiler)
@@ -118,7 +118,7 @@ class Target:
             request["model_flops"] = program.model_flops
         else:
             code = program.hlo
-            known.append(names(code))
+            known.append(scope_names(code))
         parts = json.dumps([*known, request, versions], sort_keys=True)
         key = hashlib.sha256(parts.encode()).hexdigest()
         found = kept = self.cache.read(key)
@@ -216,7 +216,7 @@ class Target:
         remedy = ", or ".join(remedies) or "the reason may be in its output"
         return (
             f"libtpu {version} gave no result for {where.name}, exit status {status}{how}: {remedy}"
-            f"{_stored(output)}"
+            f"{_output_text(output)}"
         )
 
     def _error(self, kind: str, error: str) -> Exception:
@@ -231,11 +231,11 @@ class Target:
                 f"{to_one_line(error, 200)}: install a tested release: {COMMAND}"
             )
         short = to_one_line(error, 300)
-        more = _stored(error) if short.endswith("...") else ""
+        more = _output_text(error) if short.endswith("...") else ""
         return CompileError(f"the TPU compiler refused the program: {short}{more}")
 
 
-def _stored(output: str) -> str:
+def _output_text(output: str) -> str:
     with tempfile.NamedTemporaryFile(
         "w", prefix="xla_fsdp_compiler_", suffix=".log", delete=False, errors="replace"
     ) as file:

@@ -50,7 +50,7 @@ class Assignment:
     sequence: tuple[str, ...]
     on_host: int = 0  # bytes of temporaries
 
-    def held(self, category: str) -> int:
+    def bytes_of(self, category: str) -> int:
         return sum(a.bytes for a in self.allocations if a.category == category)
 
 

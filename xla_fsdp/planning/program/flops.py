@@ -12,8 +12,8 @@ import math
 import re
 
 from ...tpu.chips import LANES, Chip
-from .hlo import Computation, Instruction, leaves, numbers, parse_module
-from .places import line_up
+from .hlo import HloComputation, Instruction, leaves, numbers, parse_module
+from .places import inline_schedule
 
 _CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -31,7 +31,7 @@ def model_flops(traced: str) -> float:
     Raises ValueError if ``traced`` is not HLO.
     """
     forward = everything = 0.0
-    for place in line_up(parse_module(traced)).places:
+    for place in inline_schedule(parse_module(traced)).places:
         flops = flops_of(place.computation, place.instruction) * place.times
         if flops and _AGAIN not in place.path:
             everything += flops
@@ -41,21 +41,21 @@ def model_flops(traced: str) -> float:
     return 3 * forward if "backward[" in traced else everything
 
 
-def flops_of(computation: Computation, instruction: Instruction) -> float:
+def flops_of(computation: HloComputation, instruction: Instruction) -> float:
     """FLOPs of one execution, without those of computations that it calls."""
     if instruction.opcode == "dot":
-        left = _dims(computation.by_name[instruction.operands[0]])
+        left = _dims_of(computation.by_name[instruction.operands[0]])
         contracting = _CONTRACTING.search(instruction.attributes)
         axes = numbers(contracting[1]) if contracting else ()
-        return 2.0 * math.prod(_dims(instruction)) * math.prod(left[axis] for axis in axes)
+        return 2.0 * math.prod(_dims_of(instruction)) * math.prod(left[axis] for axis in axes)
     if instruction.opcode == "convolution":
-        kernel = _dims(computation.by_name[instruction.operands[1]])
+        kernel = _dims_of(computation.by_name[instruction.operands[1]])
         labels = _LABELS.search(instruction.attributes)
         outputs = kernel[labels[2].index("o")] if labels else 1
         # Zeros between the inputs of a transposed convolution do not count.
         spread = _DILATED.search(instruction.attributes)
         zeros = math.prod(map(int, spread[1].split("x"))) if spread else 1
-        return 2.0 * math.prod(_dims(instruction)) * math.prod(kernel) / outputs / zeros
+        return 2.0 * math.prod(_dims_of(instruction)) * math.prod(kernel) / outputs / zeros
     if not is_kernel(instruction):
         return 0.0
     for pair in (instruction.attribute("frontend_attributes") or "").strip("{}").split(","):
@@ -65,7 +65,7 @@ def flops_of(computation: Computation, instruction: Instruction) -> float:
     return float(_cost(instruction).get("flops", 0))
 
 
-def _dims(instruction: Instruction) -> tuple[int, ...]:
+def _dims_of(instruction: Instruction) -> tuple[int, ...]:
     (shape,) = leaves(instruction.shape)
     return shape.dims
 

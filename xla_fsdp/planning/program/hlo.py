@@ -72,7 +72,7 @@ def read_shape(text: str) -> Shape | Tuple:
         return _array(text)
     if text[-1] != ")":
         raise ValueError(f"not the shape of a tuple: {text[:120]!r}")
-    return Tuple(tuple(read_shape(part.strip()) for part in _split(text[1:-1])))
+    return Tuple(tuple(read_shape(part.strip()) for part in _split_list(text[1:-1])))
 
 
 def _array(text: str) -> Shape:
@@ -146,7 +146,7 @@ class Instruction:
 
 
 @dataclass(eq=False)
-class Computation:
+class HloComputation:
     """Instructions in the order of the text (the schedule, if scheduled)."""
 
     name: str
@@ -168,40 +168,40 @@ class Computation:
 
 
 @dataclass(eq=False)
-class Module:
+class HloModule:
     """``devices``: the number of devices that run it."""
 
     name: str
-    computations: Mapping[str, Computation]
-    entry: Computation
+    computations: Mapping[str, HloComputation]
+    entry: HloComputation
     devices: int
     scheduled: bool
 
-    def called_by(self, instruction: Instruction) -> Computation:
+    def called_by(self, instruction: Instruction) -> HloComputation:
         """The first computation that it calls; ValueError if there is none."""
         name = instruction.called[0] if instruction.called else None
         return self.named(name, instruction)
 
-    def named(self, name: str | None, user: Instruction) -> Computation:
+    def named(self, name: str | None, user: Instruction) -> HloComputation:
         """The computation ``name`` that ``user`` calls; ValueError if there is none."""
         if name is None or name not in self.computations:
             raise ValueError(f"{user.opcode} {user.name} calls {name!r}, which is not defined")
         return self.computations[name]
 
 
-def parse_module(text: str) -> Module:
+def parse_module(text: str) -> HloModule:
     """Raises ValueError, with the line, if the text is not HLO."""
     lines = text.splitlines()
     header = next((line for line in lines if line.startswith("HloModule ")), None)
     if header is None:
         raise ValueError(f"no line starts with 'HloModule': {text[:80]!r} is not an HLO module")
-    computations: dict[str, Computation] = {}
+    computations: dict[str, HloComputation] = {}
     entry = current = None
     defined: dict[str, Shape | Tuple] = {}
-    for line in _joined(lines):
+    for line in _join_lines(lines):
         if current is None:
             if line[:1] not in (" ", "") and (found := _COMPUTATION.match(line)):
-                current, defined = Computation(found[2], []), {}
+                current, defined = HloComputation(found[2], []), {}
                 computations[found[2]] = current
                 entry = current if found[1] else entry
         elif line.startswith("}"):
@@ -215,7 +215,7 @@ def parse_module(text: str) -> Module:
     if entry is None:
         raise ValueError(f"the module {header[:80]!r} has no ENTRY computation")
     counts = dict(_FIELD.findall(header))
-    return Module(
+    return HloModule(
         name=header.split()[1].rstrip(","),
         computations=computations,
         entry=entry,
@@ -224,7 +224,7 @@ def parse_module(text: str) -> Module:
     )
 
 
-def _joined(lines: list[str]) -> Iterator[str]:
+def _join_lines(lines: list[str]) -> Iterator[str]:
     """Yield lines, joined with those that continue an instruction (a constant, a string)."""
     pending = ""
     for line in lines:
@@ -258,7 +258,7 @@ def _instruction(line: str) -> Instruction:
         operands: tuple[str, ...] = (inside.strip(),)
     else:
         # Some printers put the shape before the name.
-        operands = tuple(item.split()[-1].lstrip("%") for item in _split(inside))
+        operands = tuple(item.split()[-1].lstrip("%") for item in _split_list(inside))
     rest = line[stop + 1 :].lstrip(", ")
     return Instruction(head[2], opcode, read_shape(shape_text), operands, rest, bool(head[1]))
 
@@ -297,7 +297,7 @@ def _end_of_item(text: str, start: int, ends: str = ",") -> int:
     return len(text)
 
 
-def _split(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     """The items of a list, without comments."""
     if "/*" in text:
         text = re.sub(r"/\*.*?\*/", "", text)

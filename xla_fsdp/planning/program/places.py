@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from .hlo import Computation, Instruction, Module, Shape, Tuple, leaves
+from .hlo import HloComputation, HloModule, Instruction, Shape, Tuple, leaves
 
-Key = tuple[int, str]  # scope and name of an instruction
+InstructionKey = tuple[int, str]  # scope and name of an instruction
 _WITHOUT_OPERANDS = ("parameter", "constant")  # with a number or a literal instead
 
 
@@ -27,7 +27,7 @@ class Place:
 
     index: int
     instruction: Instruction
-    computation: Computation
+    computation: HloComputation
     scope: int
     times: int
     path: str
@@ -35,34 +35,34 @@ class Place:
 
 
 @dataclass(eq=False)
-class Line:
+class InlinedSchedule:
     """All places in order. The entry has scope 0. ``notes``: assumptions."""
 
-    module: Module
+    module: HloModule
     places: list[Place]
     notes: list[str]
 
     @cached_property
-    def by_key(self) -> Mapping[Key, Place]:
+    def by_key(self) -> Mapping[InstructionKey, Place]:
         return {(place.scope, place.instruction.name): place for place in self.places}
 
-    def operands(self, place: Place) -> list[Key]:
+    def operands(self, place: Place) -> list[InstructionKey]:
         if place.instruction.opcode in _WITHOUT_OPERANDS:
             return []
         return [(place.scope, name) for name in place.instruction.operands]
 
 
-def line_up(module: Module) -> Line:
+def inline_schedule(module: HloModule) -> InlinedSchedule:
     """List the instructions of a scheduled module in one sequence.
 
     A loop precedes its condition and body; an unknown trip count is assumed to be 1, with a note.
     All branches are included. Raises ValueError for an undefined operand or computation.
     """
-    line = Line(module, [], [])
+    line = InlinedSchedule(module, [], [])
     scopes = iter(range(1, 1 << 60))
 
     def add(
-        computation: Computation, scope: int, times: int, path: str, caller: Instruction | None
+        computation: HloComputation, scope: int, times: int, path: str, caller: Instruction | None
     ) -> None:
         for instruction in computation.instructions:
             if instruction.opcode not in _WITHOUT_OPERANDS:
@@ -94,7 +94,7 @@ def line_up(module: Module) -> Line:
     return line
 
 
-def _condition_and_body(module: Module, loop: Instruction) -> list[Computation]:
+def _condition_and_body(module: HloModule, loop: Instruction) -> list[HloComputation]:
     keys = ("condition", "body")
     return [module.named((loop.attribute(key) or "").lstrip("%"), loop) for key in keys]
 
@@ -117,7 +117,7 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({
 })  # fmt: skip
 
 
-def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+def trip_count(module: HloModule, computation: HloComputation, loop: Instruction) -> int | None:
     """The trip count of a while loop; ``None`` if unknown. Raises ValueError if a computation is
     missing.
     """
@@ -138,14 +138,14 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 class _Integers:
     """Executes computations; only integers and tuples of them are known, other values are None."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: HloModule) -> None:
         self._module = module
         self._instructions: dict[str, list[Instruction]] = {}  # those with integers
 
-    def result(self, computation: Computation, arguments: Sequence[Any]) -> Any:
+    def result(self, computation: HloComputation, arguments: Sequence[Any]) -> Any:
         return self.values(computation, arguments).get(computation.root.name)
 
-    def values(self, computation: Computation, arguments: Sequence[Any]) -> dict[str, Any]:
+    def values(self, computation: HloComputation, arguments: Sequence[Any]) -> dict[str, Any]:
         name = computation.name
         if name not in self._instructions:
             self._instructions[name] = [

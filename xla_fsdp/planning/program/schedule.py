@@ -10,12 +10,12 @@ from itertools import accumulate
 from math import prod
 
 from ...tpu.chips import Chip
-from ..records import Buffer, Collective, HostCopy, Op, Schedule
+from ..records import Buffer, CompiledCollective, HostCopy, Op, Schedule
 from .assignment import Assignment, Value, without_overlap
-from .collectives import Found, find_collectives
+from .compiled_collectives import Found, find_collectives
 from .flops import is_kernel, kernel_cycles
-from .hlo import HOST, Instruction, Module, leaves, parse_module
-from .places import Line, Place, line_up
+from .hlo import HOST, HloModule, Instruction, leaves, parse_module
+from .places import InlinedSchedule, Place, inline_schedule
 from .scopes import Labels
 
 # These take no time; loops and calls take that of the instructions inside.
@@ -39,14 +39,14 @@ _MOVES = frozenset(
 )
 
 
-def read_line(text: str) -> tuple[Line, Found, Labels]:
+def read_line(text: str) -> tuple[InlinedSchedule, Found, Labels]:
     """The instructions in order, the collectives, and phase and module of each instruction; raises
     ValueError as ``read_schedule``.
     """
     module = parse_module(text)
     if not module.scheduled:
         raise ValueError(f"module {module.name!r} is not scheduled (no is_scheduled=true)")
-    line = line_up(module)
+    line = inline_schedule(module)
     found = find_collectives(line)
     return line, found, Labels(line, {c.name: (c.phase, c.module) for c in found.collectives})
 
@@ -60,7 +60,7 @@ def read_schedule(
     """
     line, found, labels = read_line(text)
     ops = tuple(_ops(line, found.places, labels, chip))
-    buffers = _buffers(line, labels, assignment, arguments)
+    buffers = _hbm_buffers(line, labels, assignment, arguments)
     change = [0] * (len(line.places) + 1)
     for buffer in buffers:
         change[buffer.born] += buffer.bytes
@@ -92,7 +92,7 @@ def _estimated_cycles(instruction: Instruction) -> int:
     return 0 if cycles in _NO_ESTIMATE else cycles
 
 
-def _untimed(line: Line, chip: Chip | None) -> list[str]:
+def _untimed(line: InlinedSchedule, chip: Chip | None) -> list[str]:
     """Notes on operations whose modelled time is missing or too short."""
     instructions = [place.instruction for place in line.places]
     unable = sum(
@@ -122,19 +122,19 @@ def _untimed(line: Line, chip: Chip | None) -> list[str]:
     return notes
 
 
-def computing(line: Line, taken: Collection[int]) -> Iterator[Place]:
+def computing_places(line: InlinedSchedule, taken: Collection[int]) -> Iterator[Place]:
     """Yield the places that compute; ``taken``: the places of collectives."""
     for place in line.places:
         if place.index not in taken and place.instruction.opcode not in _FREE:
             yield place
 
 
-def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iterator[Op]:
+def _ops(line: InlinedSchedule, taken: set[int], labels: Labels, chip: Chip | None) -> Iterator[Op]:
     scores = _elements_of_scores(line.module)
-    for place in computing(line, taken):
+    for place in computing_places(line, taken):
         instruction = place.instruction
         phase, module = labels.of(instruction)
-        inside = list(_inside(line.module, instruction))
+        inside = list(_called_instructions(line.module, instruction))
         matmuls = [one for one in inside if one.opcode in _MATMULS]
         if chip is not None and is_kernel(instruction):
             cycles = kernel_cycles(instruction, chip) or 0
@@ -150,7 +150,7 @@ def _ops(line: Line, taken: set[int], labels: Labels, chip: Chip | None) -> Iter
             phase=phase,
             recomputed=labels.is_recomputed(instruction),
             work="kernel" if is_kernel(instruction) else _work_of(inside, matmuls, scores),
-            padding=max(map(_padding, matmuls), default=0.0),
+            padding=max(map(_padded_share, matmuls), default=0.0),
         )
 
 
@@ -166,13 +166,13 @@ def _work_of(inside: Sequence[Instruction], matmuls: Sequence[Instruction], scor
     return "attention" if scores and scores in sizes else "elementwise"
 
 
-def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+def _called_instructions(module: HloModule, instruction: Instruction) -> Iterator[Instruction]:
     if instruction.opcode not in _CALLS:
         yield instruction
         return
     for name in instruction.called:
         for one in module.named(name, instruction).instructions:
-            yield from _inside(module, one)
+            yield from _called_instructions(module, one)
 
 
 def _is_batched(matmul: Instruction) -> bool:
@@ -187,7 +187,7 @@ def _is_batched(matmul: Instruction) -> bool:
     return found is not None and int(found[1]) == int(found[3]) == int(found[2]) + 1
 
 
-def _elements_of_scores(module: Module) -> int:
+def _elements_of_scores(module: HloModule) -> int:
     """The number of elements of attention scores, the largest batched matmuls; 0 if not known."""
     sizes = {
         prod(leaf.dims)
@@ -199,7 +199,7 @@ def _elements_of_scores(module: Module) -> int:
     return max(sizes) if len(sizes) > 1 else 0
 
 
-def _padding(matmul: Instruction) -> float:
+def _padded_share(matmul: Instruction) -> float:
     """The share of its result that pads tiles of 8 by 128."""
     (shape, *_) = leaves(matmul.shape)
     order = [int(n) for n in shape.layout.partition(":")[0].split(",") if n.isdecimal()]
@@ -209,7 +209,9 @@ def _padding(matmul: Instruction) -> float:
     return 1 - prod(shape.dims) / prod(padded) if prod(padded) else 0.0
 
 
-def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[Collective]:
+def _overlapped(
+    collectives: list[CompiledCollective], ops: tuple[Op, ...]
+) -> Iterator[CompiledCollective]:
     places = [op.index for op in ops]
     totals = [0, *accumulate(op.cycles * op.times for op in ops)]
     for one in collectives:
@@ -220,7 +222,7 @@ def _overlapped(collectives: list[Collective], ops: tuple[Op, ...]) -> Iterator[
         yield one
 
 
-def _host_copies(line: Line) -> Iterator[HostCopy]:
+def _host_copies(line: InlinedSchedule) -> Iterator[HostCopy]:
     ends = {
         operand: place.index
         for place in line.places
@@ -247,8 +249,8 @@ def _host_copies(line: Line) -> Iterator[HostCopy]:
             yield HostCopy(place.index, done, size, target.space == HOST, place.times)
 
 
-def _buffers(
-    line: Line, labels: Labels, assignment: Assignment, arguments: Sequence[str]
+def _hbm_buffers(
+    line: InlinedSchedule, labels: Labels, assignment: Assignment, arguments: Sequence[str]
 ) -> tuple[Buffer, ...]:
     """Everything in HBM except the program itself, largest first."""
     places = {place.instruction.name: place for place in reversed(line.places)}

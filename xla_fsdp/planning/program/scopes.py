@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from .hlo import Instruction
-from .places import Line
+from .places import InlinedSchedule
 
 _PHASES = {
     "forward": "forward",
@@ -33,7 +33,7 @@ _ASKED = (
 )
 
 
-def scope(op_name: str) -> tuple[str, str]:
+def parse_scope(op_name: str) -> tuple[str, str]:
     """(phase, module) of an operation; ("", "") if it was traced outside of any scope.
 
     A forward inside a backward belongs to the backward; a collective has its parameter as module.
@@ -67,13 +67,13 @@ class Labels:
     instruction. ``known``: those of instructions that lost their name.
     """
 
-    def __init__(self, line: Line, known: Mapping[str, tuple[str, str]]):
+    def __init__(self, line: InlinedSchedule, known: Mapping[str, tuple[str, str]]):
         self._module = line.module
         by_name: dict[tuple[int, str], tuple[str, str]] = {}
         self._known: dict[int, tuple[str, str]] = {}
         for place in line.places:
             instruction = place.instruction
-            found = known.get(instruction.name) or scope(self._name(instruction))
+            found = known.get(instruction.name) or parse_scope(self._name(instruction))
             if not any(found) and instruction.opcode in _MOVES:
                 found = by_name.get(next(iter(line.operands(place)), (0, "")), ("", ""))
             by_name[place.scope, instruction.name] = self._known[id(instruction)] = found
@@ -87,7 +87,7 @@ class Labels:
     def _name(self, instruction: Instruction) -> str:
         """Its name; of a fusion without scopes, the last name inside that has some."""
         names = [instruction.op_name]
-        if instruction.opcode == "fusion" and not any(scope(instruction.op_name)):
+        if instruction.opcode == "fusion" and not any(parse_scope(instruction.op_name)):
             inside = self._module.called_by(instruction).instructions
             names += [one.op_name for one in reversed(inside)]
-        return next((name for name in names if any(scope(name))), names[0])
+        return next((name for name in names if any(parse_scope(name))), names[0])

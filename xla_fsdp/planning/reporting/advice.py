@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...wording import join_some
-from ..records import Collective, CompilerMemory, Schedule, Timing
+from ..records import CompiledCollective, CompilerMemory, Schedule, Timing
 from ..tracing.step import TracedStep
-from ..tracing.units import TracedUnit, unit_of
-from .tables import GIB, MIB, NO_MODULE, NUMBER, TINY, count, timed_ops, units, wire
+from ..tracing.units import TracedUnit, innermost_unit
+from .tables import GIB, MIB, NO_MODULE, NUMBER, TINY, executions, timed_ops, unit_names, wire
 
 _LITTLE_HEADROOM = 0.05
 _MANY = 20  # small collectives
@@ -87,10 +87,10 @@ def warnings(
     yield from _about_collectives(schedule.collectives, any(op.cycles for op in schedule.ops))
 
 
-def _about_collectives(collectives: Sequence[Collective], timed: bool) -> Iterator[str]:
+def _about_collectives(collectives: Sequence[CompiledCollective], timed: bool) -> Iterator[str]:
     doubled, padded = Counter[str](), Counter[str]()
     for one in collectives:
-        unit = units([one.module])[one.module] if one.module else "the step"
+        unit = unit_names([one.module])[one.module] if one.module else "the step"
         if one.kind == "all-reduce" and one.bytes >= TINY:
             if one.asked == "reduce-scatter":
                 doubled[unit] += one.wire_bytes * one.times
@@ -107,7 +107,7 @@ def _about_collectives(collectives: Sequence[Collective], timed: bool) -> Iterat
             "gather of parameters by all-reduce of padded shards (torch_xla's pinned all_gather), "
             "it sends twice the bytes"
         )
-    tiny = count([c for c in collectives if c.bytes < TINY and not c.asynchronous])
+    tiny = executions([c for c in collectives if c.bytes < TINY and not c.asynchronous])
     if tiny > _MANY:
         yield f"{tiny} synchronous collectives send less than 64 KiB each: their cost is latency"
     overlapped = [c for c in collectives if c.asynchronous or c.fused]
@@ -149,7 +149,7 @@ class Situation:
     def saved(self, **changed: Any) -> float:
         return self.timing.step - self.retime(replace(self.schedule, **changed))
 
-    def saved_without(self, left_out: Sequence[Collective]) -> float:
+    def saved_without(self, left_out: Sequence[CompiledCollective]) -> float:
         ids = set(map(id, left_out))
         some = tuple(c for c in self.schedule.collectives if id(c) not in ids)
         return self.saved(collectives=some)
@@ -216,7 +216,7 @@ def _zero_2(found: Situation) -> Iterator[Suggestion]:
         yield Suggestion(found.saved_without(gathers), how)
 
 
-def _gathers_of_backward(schedule: Schedule) -> list[Collective]:
+def _gathers_of_backward(schedule: Schedule) -> list[CompiledCollective]:
     return [c for c in schedule.collectives if (c.kind, c.phase) == ("all-gather", "backward")]
 
 
@@ -246,7 +246,7 @@ def _bfloat16(found: Situation) -> Iterator[Suggestion]:
     names = ["", *(unit.name for unit in found.units)]
     halved = tuple(
         replace(one, bytes=one.bytes // 2, wire_bytes=one.wire_bytes // 2)
-        if one.dtype == "f32" and unit_of(one.module, names) in wide else one
+        if one.dtype == "f32" and innermost_unit(one.module, names) in wide else one
         for one in found.schedule.collectives
     )  # fmt: skip
     if wide:
@@ -260,7 +260,7 @@ def _larger_units(found: Situation) -> Iterator[Suggestion]:
     small = [c for c in found.schedule.collectives if c.bytes < TINY and not c.asynchronous]
     if len(found.units) > 2 and small:
         how = "larger units, such as auto_wrap_policy with more parameters"
-        left_out = f"{count(small)} small collectives, half of them left out"
+        left_out = f"{executions(small)} small collectives, half of them left out"
         yield Suggestion(found.saved_without(small) / 2, f"{how} ({left_out})")
 
 

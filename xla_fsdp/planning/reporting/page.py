@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import extras
-from .tables import Section, missing, reason, remarks, sections, subtitle
+from .tables import Section, reason, remarks, sections, subtitle, why_no_pictures
 
 if TYPE_CHECKING:
     from .report import Report
@@ -41,8 +41,8 @@ def page(report: Report) -> str:
         parts += ["<h2>What to change</h2>", _list(report.suggestions)]
     if report.schedule.curve:
         parts.append(embed(draw(report)))
-    if missing(report):
-        parts.append(f"<p>{escape(missing(report))}</p>")
+    if why_no_pictures(report):
+        parts.append(f"<p>{escape(why_no_pictures(report))}</p>")
     parts.append(tables(sections(report)))
     notes = remarks(report)
     parts += ["<h2>Notes</h2>", _list(notes)] if notes else []
@@ -74,7 +74,7 @@ def _table(section: Section) -> str:
     return f'<div class="scroll"><h2>{escape(section.title)}</h2><table>{rows}</table></div>'
 
 
-def target(path: str | os.PathLike[str]) -> Path:
+def require_parent(path: str | os.PathLike[str]) -> Path:
     """``path``; raises FileNotFoundError if its folder does not exist."""
     place = Path(path)
     if not place.parent.is_dir():
@@ -84,7 +84,7 @@ def target(path: str | os.PathLike[str]) -> Path:
 
 def target_of_plot(path: str | os.PathLike[str], suffixes: Sequence[str] = (".html",)) -> Path:
     """Raises ValueError, FileNotFoundError or MissingExtraError if the path cannot be written."""
-    place = target(path)
+    place = require_parent(path)
     if not place.name.lower().endswith(tuple(suffixes)):
         allowed = f"{'is' if len(suffixes) == 1 else 'are'} {', '.join(suffixes)}"
         raise ValueError(f"cannot plot to {str(path)!r}: allowed {allowed}; rename the file")

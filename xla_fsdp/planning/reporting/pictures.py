@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from ..records import Slot
-from .tables import GIB, buffers_by_kind, milliseconds, missing, reason, short, units
+from .tables import GIB, buffers_by_kind, milliseconds, reason, short, unit_names, why_no_pictures
 
 if TYPE_CHECKING:
     from .report import Report
@@ -80,10 +80,10 @@ def embed(figure: Figure) -> str:
 
 def draw(report: Report) -> Figure:
     """HBM over the schedule, and the timeline; or a message if one is missing."""
-    lines = [report.verdict, _caption(report), reason(report), missing(report)]
+    lines = [report.verdict, _caption(report), reason(report), why_no_pictures(report)]
     wrapped = (row for line in lines if line for row in textwrap.wrap(_known(line), _ROOM)[:3])
     heading = "\n".join(wrapped)
-    has_memory, has_timeline = bool(report.schedule.curve), not missing(report)
+    has_memory, has_timeline = bool(report.schedule.curve), not why_no_pictures(report)
     figure = canvas(_WIDTH, 1.2 + 5.2 * has_memory + 5.6 * has_timeline)
     color = _GREEN if report.fits else _RED
     figure.suptitle(heading, x=0.01, ha="left", fontsize=11, color=color, parse_math=False)
@@ -227,7 +227,7 @@ def draw_lanes(axes: Axes, slots: Sequence[Slot], end: float) -> None:
 
 def _draw_units(axes: Axes, compute: Sequence[Slot], end: float) -> str:
     """Draws units, or their parents if most boxes are too narrow; returns the name of the lane."""
-    unit = units(s.module for s in compute)
+    unit = unit_names(s.module for s in compute)
     named = [s for s in compute if unit[s.module]]
     if not named:
         axes.text(0, 3.5, "  the program has no module names", va="center", color="#666666")
@@ -308,7 +308,7 @@ def trace(timelines: Mapping[str, Sequence[Slot]], report: Report) -> str:
                 events.append({**where, "ph": "e", "id": number, "ts": end})
             else:
                 events.append({**where, "ph": "X", "ts": begin, "dur": end - begin, "args": args})
-    if report.schedule.curve and not missing(report):
+    if report.schedule.curve and not why_no_pictures(report):
         spots, stack = hbm(report)
         for number, at in enumerate(1e6 * _seconds(report)[spots]):
             args = {purpose: float(values[number]) / GIB for purpose, values in stack.items()}

@@ -14,14 +14,14 @@ import numpy
 from ... import extras
 from ...deprecated import accept_old_names
 from ...files import parse_record
-from ..compiling.cache import write_whole
-from ..records import CompilerMemory, HostNeeds, Part, Schedule, Timing, reader
+from ..compiling.plan_cache import write_whole
+from ..records import CompilerMemory, HostNeeds, ProgramPart, Schedule, Timing, reader
 from . import page, tables
-from .page import target, target_of_plot
-from .tables import GIB, MB, MB_MEANS, MIB, TINY, aligned, count, figure, share, wire
+from .page import require_parent, target_of_plot
+from .tables import GIB, MB, MB_MEANS, MIB, TINY, aligned, executions, figure, fraction, wire
 
 if TYPE_CHECKING:
-    from .beside import Beside
+    from .trace_comparison import TraceComparison
 
 _FORMAT, _VERSION = "xla_fsdp plan", 1
 _EXPECTED = f"expected a report of Report.save(), JSON with format {_FORMAT!r}; plan again"
@@ -61,7 +61,7 @@ class Report:
     suggestions: tuple[str, ...] = ()
     refusal: str = ""  # the compiler's message if it does not fit
     host: HostNeeds | None = None  # if the optimizer steps on the host
-    parts: tuple[Part, ...] = ()  # if the step consists of several programs
+    parts: tuple[ProgramPart, ...] = ()  # if the step consists of several programs
     # Peaks of planning and compiling; 0 in results of older versions.
     planner_host_memory: int = 0
     compiler_host_memory: int = 0
@@ -150,7 +150,7 @@ class Report:
         return f"<Report {self.title or 'step'}: {self.verdict}>"
 
     def __str__(self) -> str:
-        return tables.text(self)
+        return tables.report_text(self)
 
     @property
     def time_by_kind(self) -> dict[str, float]:
@@ -168,7 +168,7 @@ class Report:
         # For readers of the file; not read back.
         for name in ("time_by_kind", "time_by_module", "hbm_by_kind"):
             data[name] = getattr(tables, name)(self)
-        return json.dumps(data, default=_plain)
+        return json.dumps(data, default=_to_json)
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "this text") -> Report:
@@ -176,6 +176,9 @@ class Report:
 
         Raises ValueError, which names ``source``, if the text is not such a report.
         """
+        # Older reports have another name for this field.
+        text = text.encode() if isinstance(text, str) else text
+        text = text.replace(b'"beside"', b'"other_programs"')
         data = parse_record(text, source, _FORMAT, _VERSION, _EXPECTED)
         try:
             report: Report = reader(cls)(data.get("report"))
@@ -190,7 +193,7 @@ class Report:
 
         Raises FileNotFoundError if there is no such folder.
         """
-        write_whole(target(path), self.to_json().encode())
+        write_whole(require_parent(path), self.to_json().encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -200,7 +203,7 @@ class Report:
         """
         return cls.from_json(Path(path).read_bytes(), str(path))
 
-    def compare(self, other: Report) -> Comparison:
+    def compare(self, other: Report) -> PlanComparison:
         """Compare this report with another one; ratios are this one over the other.
 
         Raises TypeError if ``other`` is not a report.
@@ -209,7 +212,7 @@ class Report:
             message = f"cannot compare {type(other).__name__}: give a Report (of plan or load)"
             raise TypeError(message)
         figures = tuple(
-            Figure(name, unit, value, another)
+            ComparedFigure(name, unit, value, another)
             for (name, unit, value), (_, _, another) in zip(
                 _figures(self), _figures(other), strict=True
             )
@@ -223,9 +226,9 @@ class Report:
         if (self.topology, self.devices) != (other.topology, other.devices):
             sizes = [f"{r.topology} ({r.devices} devices)" for r in (self, other)]
             remark = f"Not the same slice: {sizes[0]} and {sizes[1]}."
-        return Comparison(names, (self.verdict, other.verdict), figures, remark)
+        return PlanComparison(names, (self.verdict, other.verdict), figures, remark)
 
-    def compare_trace(self, trace: str | os.PathLike[str]) -> Beside:
+    def compare_trace(self, trace: str | os.PathLike[str]) -> TraceComparison:
         """Compare this plan with a recorded trace: ``print`` the result, or ``.plot("both.html")``.
 
         ``trace``: the folder that was given to :class:`xla_fsdp.profile` (its newest trace is
@@ -238,12 +241,12 @@ class Report:
             MissingExtraError: (an ImportError) protobuf or jax is not installed.
         """
         extras.require_extra("plan", "a recorded trace", ("google.protobuf", "jaxlib"))
-        if tables.missing(self):
-            raise ValueError(f"nothing to compare a trace with. {tables.missing(self)}")
+        if tables.why_no_pictures(self):
+            raise ValueError(f"nothing to compare a trace with. {tables.why_no_pictures(self)}")
         from ..recorded import read_trace  # imports protobuf
-        from .beside import Beside
+        from .trace_comparison import TraceComparison
 
-        return Beside(self, read_trace(trace))
+        return TraceComparison(self, read_trace(trace))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Plot HBM over the schedule and the timeline of the step.
@@ -268,7 +271,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Figure:
+class ComparedFigure:
     """One figure of two reports; None if a report does not have it."""
 
     name: str
@@ -284,15 +287,15 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PlanComparison:
     """Two reports, figure by figure. Ratios are left over right."""
 
     names: tuple[str, str]
     verdicts: tuple[str, str]
-    figures: tuple[Figure, ...]
+    figures: tuple[ComparedFigure, ...]
     remark: str = ""  # why the two are not directly comparable
 
-    def __getitem__(self, name: str) -> Figure:
+    def __getitem__(self, name: str) -> ComparedFigure:
         """Raises KeyError, which lists all names."""
         for one in self.figures:
             if one.name == name:
@@ -318,7 +321,7 @@ def _figures(report: Report) -> list[tuple[str, str, float | None]]:
     sized, placed, timed = report.sized, report.placed, report.timed
     ready = [c for c in collectives if c.asynchronous]
     tiny = [c for c in collectives if c.bytes < TINY]
-    hidden = share(timing.overlapped, timing.collective)
+    hidden = fraction(timing.overlapped, timing.collective)
     built = bool(report.program_bytes) or not report.refusal
     figures: list[tuple[str, str, bool, float | None]] = [
         ("required HBM", "GiB", sized, memory.required / GIB),
@@ -328,10 +331,10 @@ def _figures(report: Report) -> list[tuple[str, str, float | None]]:
         ("headroom", "%", sized, 100 * report.headroom),
         ("capacity", "GiB", True, report.hbm_capacity / GIB),
         ("sent", "MB", placed, report.wire_bytes / MB),
-        ("collectives", "", placed, count(collectives)),
-        ("synchronous", "", placed, count(collectives) - count(ready)),
-        ("smaller than 64 KiB", "", placed, count(tiny)),
-        ("asynchronous share", "%", placed, 100 * share(wire(ready), report.wire_bytes)),
+        ("collectives", "", placed, executions(collectives)),
+        ("synchronous", "", placed, executions(collectives) - executions(ready)),
+        ("smaller than 64 KiB", "", placed, executions(tiny)),
+        ("asynchronous share", "%", placed, 100 * fraction(wire(ready), report.wire_bytes)),
         ("collective time (model)", "ms", placed, 1e3 * timing.collective),
         ("sent / bound", "×", True, report.wire_ratio),
         ("compute (model)", "ms", timed, 1e3 * timing.compute),
@@ -346,7 +349,7 @@ def _figures(report: Report) -> list[tuple[str, str, float | None]]:
     return [(name, unit, value if known else None) for name, unit, known, value in figures]
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if is_dataclass(value):
         return vars(value)
     if isinstance(value, Mapping):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ...wording import join_some
-from ..records import KINDS, Buffer, Collective, Op, Schedule, Timing
+from ..records import KINDS, Buffer, CompiledCollective, Op, Schedule, Timing
 
 if TYPE_CHECKING:
     from .report import Report
@@ -52,7 +52,7 @@ def milliseconds(seconds: float | None, digits: int = 2) -> str:
     return figure(None if seconds is None else 1e3 * seconds, digits, "ms")
 
 
-def share(part: float, whole: float) -> float:
+def fraction(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
@@ -63,7 +63,7 @@ def short(text: str, most: int) -> str:
     return text[: most // 2 - 1] + "…" + text[len(text) - (most - most // 2) :]
 
 
-def units(modules: Iterable[str]) -> dict[str, str]:
+def unit_names(modules: Iterable[str]) -> dict[str, str]:
     """The top-level unit of every module: the shortest path that is no parent of numbered blocks.
 
     ``blocks.3.attn.qkv`` belongs to ``blocks.3``; ``model.norm`` is a unit if there is a
@@ -83,12 +83,12 @@ def units(modules: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def count(collectives: Sequence[Collective]) -> int:
+def executions(collectives: Sequence[CompiledCollective]) -> int:
     """Executions in a step."""
     return sum(c.times for c in collectives)
 
 
-def wire(collectives: Sequence[Collective]) -> int:
+def wire(collectives: Sequence[CompiledCollective]) -> int:
     """Bytes that a device sends for them in a step."""
     return sum(c.wire_bytes * c.times for c in collectives)
 
@@ -127,7 +127,7 @@ def aligned(table: Sequence[Sequence[str]], numeric: Sequence[bool]) -> list[str
     return lines
 
 
-def text(report: Report) -> str:
+def report_text(report: Report) -> str:
     lines = [report.verdict, *textwrap.wrap(reason(report), 100), subtitle(report)]
     for section in sections(report):
         lines += ["", *section.lines()]
@@ -153,7 +153,7 @@ def reason(report: Report) -> str:
     return short(" ".join(_PREFIX.sub("", first).split()), 300)
 
 
-def missing(report: Report) -> str:
+def why_no_pictures(report: Report) -> str:
     """Why there is no timeline or no picture; "" if there are both."""
     if not report.schedule.curve:
         refused = "the compiler stopped before it assigned buffers" if report.refusal else ""
@@ -175,24 +175,24 @@ def remarks(report: Report) -> list[str]:
 
 def sections(report: Report) -> list[Section]:
     tables = [
-        _memory(report),
-        _host(report),
-        _parts(report),
-        _hbm_by_kind(report),
-        _largest(report),
-        _collectives(report),
+        _memory_section(report),
+        _host_section(report),
+        _parts_section(report),
+        _hbm_section(report),
+        _largest_section(report),
+        _collectives_section(report),
         _by_unit(report),
     ]
     if report.placed:
-        tables += [_traffic(report), _time(report), _time_by_kind(report), _time_by_module(report)]
-    return [t for t in (*tables, _program(report)) if t.rows]
+        tables += [_traffic(report), _time(report), _time_section(report), _module_section(report)]
+    return [t for t in (*tables, _program_section(report)) if t.rows]
 
 
 def _explained(title: str, rows: Sequence[tuple[str, str, str]], unit: str = "") -> Section:
     return Section(title, (unit, "how obtained"), tuple(rows))
 
 
-def _memory(report: Report) -> Section:
+def _memory_section(report: Report) -> Section:
     m, refused = report.memory, bool(report.refusal)
     by = f"the compiler's {'buffer assignment' if refused else 'memory statistics'}"
     donated, code = (None if refused and not size else size for size in (m.aliased, m.code))
@@ -205,8 +205,10 @@ def _memory(report: Report) -> Section:
             ("temporaries", m.temporaries, f"{by}, including fragmentation"),
             ("code", code, "the executable itself" if code is None else f"{by}: the executable"),
         ]
-        if m.beside:
-            rows.append(("other parts", m.beside, "tensors of the other programs of the step"))
+        if m.other_programs:
+            rows.append(
+                ("other parts", m.other_programs, "tensors of the other programs of the step")
+            )
         known = "the known values above" if refused else "the above"
         rows.append(("required", m.required, f"sum of {known}"))
         if not refused:
@@ -224,7 +226,7 @@ def _memory(report: Report) -> Section:
     return _explained("HBM of a device", lines, unit)
 
 
-def _host(report: Report) -> Section:
+def _host_section(report: Report) -> Section:
     stored, schedule = report.memory.host_temporaries, report.schedule
     moved = schedule.to_host + schedule.to_device
     rows: list[tuple[str, str, str]] = []
@@ -259,7 +261,7 @@ def _host(report: Report) -> Section:
     return _explained("Host memory for a device", rows)
 
 
-def _parts(report: Report) -> Section:
+def _parts_section(report: Report) -> Section:
     rows = [
         (
             short(part.name, 40),
@@ -275,7 +277,7 @@ def _parts(report: Report) -> Section:
     return Section("Parts of the step", columns, tuple(rows))
 
 
-def _largest(report: Report) -> Section:
+def _largest_section(report: Report) -> Section:
     live = report.schedule.live_at_peak()
     rows = []
     for b in live[:10]:
@@ -328,7 +330,7 @@ def hbm_by_kind(report: Report) -> dict[str, int]:
     return {kind: size for kind, size in sizes.items() if size}
 
 
-def _hbm_by_kind(report: Report) -> Section:
+def _hbm_section(report: Report) -> Section:
     sizes = hbm_by_kind(report)
     small = sum(sizes.values()) < GIB
     scale, digits, unit = (MIB, 1, "MiB") if small else (GIB, 3, "GiB")
@@ -340,9 +342,9 @@ def _hbm_by_kind(report: Report) -> Section:
     return Section("HBM at the peak, by kind", (unit, "of the capacity"), tuple(rows))
 
 
-def _collectives(report: Report) -> Section:
+def _collectives_section(report: Report) -> Section:
     """Those whose kind the compiler changed are listed separately."""
-    kinds: dict[str, list[Collective]] = {}
+    kinds: dict[str, list[CompiledCollective]] = {}
     for c in sorted(report.schedule.collectives, key=lambda c: KINDS.index(c.kind)):
         name = f"{c.kind} (traced as {c.asked})" if c.asked not in ("", c.kind) else c.kind
         kinds.setdefault(name, []).append(c)
@@ -352,10 +354,10 @@ def _collectives(report: Report) -> Section:
     return Section("Collectives of a step", _COUNTED, tuple(rows))
 
 
-def _counts(some: Sequence[Collective]) -> tuple[str, ...]:
-    ready = count([c for c in some if c.asynchronous])
-    tiny = count([c for c in some if c.bytes < TINY])
-    numbers = count(some), count(some) - ready, ready, tiny
+def _counts(some: Sequence[CompiledCollective]) -> tuple[str, ...]:
+    ready = executions([c for c in some if c.asynchronous])
+    tiny = executions([c for c in some if c.bytes < TINY])
+    numbers = executions(some), executions(some) - ready, ready, tiny
     return *map(str, numbers), figure(wire(some) / MB, 1)
 
 
@@ -366,14 +368,14 @@ def _by_unit(report: Report) -> Section:
     return Section("Collectives by module", _COUNTED, rows)
 
 
-T = TypeVar("T", Op, Collective)
+T = TypeVar("T", Op, CompiledCollective)
 
 
 def _grouped(
     items: Sequence[T], size: Callable[[T], float], most: int
 ) -> list[tuple[str, list[T]]]:
     """Items by top-level unit, largest first, the smallest together; empty without modules."""
-    unit = units(one.module for one in items)
+    unit = unit_names(one.module for one in items)
     if not any(unit.values()):
         return []
     found: dict[str, list[T]] = {}
@@ -405,13 +407,13 @@ def _traffic(report: Report) -> Section:
         rows += [("between slices", figure(wire(across) / MB, 1, "MB"), "of what is sent")]
     if collectives:
         ready = [c for c in collectives if c.asynchronous]
-        inside = share(wire([c for c in ready if c.overlap_cycles]), sent)
-        hidden = share(timing.overlapped, timing.collective)
+        inside = fraction(wire([c for c in ready if c.overlap_cycles]), sent)
+        hidden = fraction(timing.overlapped, timing.collective)
         ready_how = "of the bytes: sent while the device could compute"
         inside_how = "of the bytes: compute is scheduled during them" if timed else _NO_CYCLES
         hidden_how = "of the collectives' time, MODEL" if timed else _NO_CYCLES
         rows += [
-            ("asynchronous", percent(share(wire(ready), sent)), ready_how),
+            ("asynchronous", percent(fraction(wire(ready), sent)), ready_how),
             ("with compute inside", percent(inside if timed else None), inside_how),
             ("hidden", percent(hidden if timed else None), hidden_how),
         ]
@@ -459,11 +461,11 @@ def time_by_kind(report: Report) -> dict[str, float]:
 
 def timed_ops(schedule: Schedule, timing: Timing) -> dict[Op, float]:
     """The modelled seconds of the operations that have a time."""
-    second = share(timing.compute, sum(op.cycles * op.times for op in schedule.ops))
+    second = fraction(timing.compute, sum(op.cycles * op.times for op in schedule.ops))
     return {op: second * op.cycles * op.times for op in schedule.ops if op.cycles}
 
 
-def _time_by_kind(report: Report) -> Section:
+def _time_section(report: Report) -> Section:
     rows = [
         (kind, milliseconds(seconds), percent(seconds / report.timing.step, 1))
         for kind, seconds in time_by_kind(report).items()
@@ -483,7 +485,7 @@ def time_by_module(report: Report) -> dict[str, dict[str, float]]:
     return found
 
 
-def _time_by_module(report: Report) -> Section:
+def _module_section(report: Report) -> Section:
     rows = [
         (name, *(figure(1e3 * seconds, 2) for seconds in times.values()))
         for name, times in time_by_module(report).items()
@@ -491,7 +493,7 @@ def _time_by_module(report: Report) -> Section:
     return Section("Compute by module, ms: MODEL", _BY_MODULE, tuple(rows))
 
 
-def _program(report: Report) -> Section:
+def _program_section(report: Report) -> Section:
     ranks, code, options = report.ranks_traced, report.program_bytes, report.compiler_options
     cached = "from the cache: time of the compilation" if report.from_cache else "measured here"
     size = code / MIB if code or not report.refusal else None

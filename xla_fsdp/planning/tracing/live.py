@@ -15,7 +15,7 @@ from ... import xlac
 from ...sharding.freeing import fill_
 from ...sharding.gathering import UnshardedParameter
 from ...sharding.sharded_parameter import local, on_local_parts, reduced_grad
-from ...tree import has_own_operators
+from ...tree import overrides_dispatch
 
 _FIELDS = re.compile(r"^(TensorID|AliasID|IR): ?(.*)$", re.M)
 
@@ -128,6 +128,6 @@ def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
 def is_xla(tensor: torch.Tensor) -> bool:
     """False for a class that only reports the XLA device."""
     try:
-        return not has_own_operators(type(tensor)) and tensor.device.type == "xla"
+        return not overrides_dispatch(type(tensor)) and tensor.device.type == "xla"
     except Exception:  # a subclass in the middle of its construction
         return False

@@ -55,7 +55,7 @@ class Naming:
     def name_of(self, module: nn.Module) -> str:
         if module not in self._names:
             for name, child in module.named_modules():
-                self._names.setdefault(child, plain(name))
+                self._names.setdefault(child, plain_name(name))
         return self._names[module]
 
     def enter(self, phase: str) -> None:
@@ -74,7 +74,7 @@ class Naming:
         self._close_here()
         run_there(torch_xla.device(), self._close_here)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.roots.clear()
         self._names.clear()
 
@@ -137,7 +137,7 @@ class _Thread(threading.local):
         self.gradient: list[Any] = []
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A dotted name without the parts of wrappers, which begin with an underscore."""
     name = name.replace("_fsdp_shard" + _IN_TREE_SEPARATOR, "").replace(_IN_TREE_SEPARATOR, ".")
     return ".".join(part for part in name.split(".") if part and not part.startswith("_"))

@@ -123,7 +123,7 @@ class SimulatedRank(TorchFunctionMode):
             tensors = xla_tensors((args, kwargs))
             # Whether all values follow from masks that select everything.
             if tensors and all(hasattr(t, _KNOWN) and not is_pending(t) for t in tensors):
-                return _computed(func, args, kwargs)
+                return _compute_on_host(func, args, kwargs)
         if masks:
             return func(*args, **kwargs)
         if func in READS and reads_to_host(func, args, kwargs):
@@ -169,7 +169,7 @@ def fill_pending(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
                 fill_([tensor], [placeholder])
 
 
-def forget_pending() -> None:
+def drop_pending_of_autograd() -> None:
     """Drops pending values that only autograd references, which ``fill_pending`` cannot find."""
     xlac.forget_pending(str(torch_xla.device()))
 
@@ -183,10 +183,10 @@ def _masks(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     return []
 
 
-def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
+def _compute_on_host(func: Any, args: tuple, kwargs: dict) -> Any:
     if func is torch.Tensor.__iter__:
         func = torch.Tensor.unbind
-        return iter(_computed(func, args, kwargs))
+        return iter(_compute_on_host(func, args, kwargs))
     device = xla_tensors((args, kwargs))[0].device
     args, kwargs = tree_map_only(torch.Tensor, lambda t: getattr(t, _KNOWN, t), (args, kwargs))
     value = func(*args, **kwargs)

@@ -65,7 +65,7 @@ class SteadyOptimizers:
             self._on_repeat()
         if optimizer not in self.all:
             self.all.append(optimizer)
-            self._restored.callback(_Saved(optimizer).restore)
+            self._restored.callback(_OptimizerBackup(optimizer).restore)
             # A closure runs forward and backward, perhaps often: too much to revert.
             closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
             if closure is None:
@@ -102,7 +102,7 @@ class SteadyOptimizers:
         fill_pending(state_tensors(optimizer))
 
 
-class _Saved:
+class _OptimizerBackup:
     """State and settings of an optimizer; XLA tensors are restored elsewhere."""
 
     def __init__(self, optimizer: Optimizer) -> None:

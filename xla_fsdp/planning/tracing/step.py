@@ -23,8 +23,8 @@ from ...sharding.state import FSDPState, unique_units
 from ...tpu.topology import Slice
 from ..records import HostNeeds
 from .live import LiveTensors, inspect_tensor, is_xla, may_have_grad
-from .naming import Naming, plain
-from .simulated_rank import SimulatedRank, StepTraced, fill_pending, forget_pending
+from .naming import Naming, plain_name
+from .simulated_rank import SimulatedRank, StepTraced, drop_pending_of_autograd, fill_pending
 from .steady import SteadyOptimizers, named_state, state_tensors
 from .traced import StepBoundary, TracedProgram
 from .units import TracedUnit, traced_units, zero_bound
@@ -102,7 +102,7 @@ def trace_step(
         )
     try:
         with _state_restored() as live:
-            run = _Run(live)
+            run = _StepTrace(live)
             simulated = SimulatedRank(rank, size, run.cut, run.read, slice, arguments)
             with run.naming.active(), run.optimizers.active(), simulated:
                 try:
@@ -118,7 +118,7 @@ def trace_step(
         ONE_AT_A_TIME.release()
 
 
-class _Run:
+class _StepTrace:
     def __init__(self, live: LiveTensors) -> None:
         self.live = live
         self.naming = Naming(self.begin)
@@ -160,7 +160,7 @@ class _Run:
             self._stop()
         self._begin_program()
         if self.parts:
-            forget_pending()
+            drop_pending_of_autograd()
 
     def read(self) -> None:
         """Called where a real run would execute only what one value depends on."""
@@ -249,7 +249,7 @@ class _Run:
             shard.grad = grad
         self._grads.clear()
         self.boundary = None
-        self.naming.forget()
+        self.naming.clear()
         self.optimizers.all.clear()
         self.optimizers.stepped.clear()
 
@@ -281,7 +281,7 @@ class _Run:
         self.programs += 1
         self.found, self.sent = program, [*self.sent, *sent] if streamed else sent
         # Optimizers that are no torch class update parameters as well.
-        trained = {plain(n) for root in self.naming.roots for n, _ in root.named_parameters()}
+        trained = {plain_name(n) for root in self.naming.roots for n, _ in root.named_parameters()}
         updated = any(program.arguments[number] in trained for number in program.donated)
         self.has_optimizer = bool(self.optimizers.stepped) or updated
         self.bound = zero_bound(self.naming.roots)
@@ -293,19 +293,19 @@ class _Run:
         """Equal programs become the same object."""
         assert self.boundary is not None
         same = (p.program for p in self.parts if p.program.fingerprint == program.fingerprint)
-        beside = self.boundary.bytes_beside(
+        other_programs = self.boundary.bytes_of_others(
             [one for one in map(inspect_tensor, tensors) if not one.pending]
         )
         copies = (tensor.copy for tensor in offloaded_tensors(self.naming.roots))
         uploads = {copy.uploads for copy in copies if isinstance(copy, ShardCopy)}
         sent = sum(one.sent for one in uploads) - sum(part.to_device for part in self.parts)
-        self.parts.append(TracedPart(next(same, program), beside, sent, to_host, backward))
+        self.parts.append(TracedPart(next(same, program), other_programs, sent, to_host, backward))
 
     def _owners(self) -> dict[torch.Tensor, str]:
         owners: dict[torch.Tensor, str] = {}
         for root in self.naming.roots:
             for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-                owners.setdefault(tensor, plain(name))
+                owners.setdefault(tensor, plain_name(name))
         return owners
 
     def _names(self, boundary: StepBoundary) -> dict[int, str]:
@@ -345,12 +345,12 @@ def _state_restored() -> Iterator[LiveTensors]:
 class TracedPart:
     """One program of a step, with bytes.
 
-    ``beside``: tensors on the device that it neither reads nor computes. ``to_device``: shards sent
-    for it. ``to_host``: its gradients for the host.
+    ``other_programs``: tensors on the device that it neither reads nor computes. ``to_device``:
+    shards sent for it. ``to_host``: its gradients for the host.
     """
 
     program: TracedProgram
-    beside: int
+    other_programs: int
     to_device: int
     to_host: int
     backward: bool
@@ -361,7 +361,7 @@ def _with_transfers(parts: list[TracedPart]) -> tuple[TracedPart, ...]:
     return tuple(
         replace(
             part,
-            beside=part.beside
+            other_programs=part.other_programs
             + sum(after.to_device for after in parts[number + 1 : number + 2])
             + sum(before.to_host for before in parts[max(number - 2, 0) : number]),
         )

@@ -42,7 +42,7 @@ def _module_class() -> Any:
     return message_classes("xla_fsdp.traced", _MESSAGES)["Module"]
 
 
-def names(hlo: bytes) -> list[str]:
+def scope_names(hlo: bytes) -> list[str]:
     """The names of modules and phases in the metadata, without the numbers of their uses."""
     return sorted({found.decode(errors="replace") for found in _NAME.findall(hlo)})
 
@@ -151,7 +151,7 @@ class StepBoundary:
             context.hlo(), donated, tuple(by_number.get(n, "") for n in range(len(numbers)))
         )
 
-    def bytes_beside(self, tensors: Sequence[LiveTensor]) -> int:
+    def bytes_of_others(self, tensors: Sequence[LiveTensor]) -> int:
         """Unpadded bytes of ``tensors`` that the last program does not read."""
         handles = xlac.buffer_handles([one.tensor for one in tensors])
         buffers = {

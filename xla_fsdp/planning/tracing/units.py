@@ -17,7 +17,7 @@ from torch import nn
 
 from ...names import is_wrapper
 from ...sharding.comm_plan import Collective, Divisors, plan_gathers, plan_reductions, reduced_in
-from .naming import plain
+from .naming import plain_name
 
 
 class OnWire(NamedTuple):
@@ -71,13 +71,13 @@ def traced_units(roots: Iterable[nn.Module]) -> tuple[TracedUnit, ...]:
                 gathers = plan_gathers(specs, options, world)
                 reductions = plan_reductions(specs, dtypes, world, Divisors.of(world, False))
                 found.append(TracedUnit(
-                    plain(name), elements, trainable, round(wire / elements),
+                    plain_name(name), elements, trainable, round(wire / elements),
                     tuple(map(OnWire.of, gathers)), tuple(map(OnWire.of, reductions)),
                 ))  # fmt: skip
     return tuple(found)
 
 
-def unit_of(module: str, units: Iterable[str]) -> str:
+def innermost_unit(module: str, units: Iterable[str]) -> str:
     """The innermost of ``units`` that contains ``module``; the shortest name if none does."""
     names = sorted(units, key=len, reverse=True)
     inside = (u for u in names if not u or module == u or module.startswith(f"{u}."))

@@ -20,19 +20,19 @@ from ..compiling.compiler import CompileError, Target
 from ..compiling.progress import Progress
 from ..make_report import make_report
 from ..tracing.step import TracedStep, trace_step
-from .blocks import Blocks
 from .estimate import Estimates
 from .facts import StepFacts, facts_of
+from .repeated_blocks import Blocks
 from .search import ImpossibleError, Measured, Search, extrapolate, what_would_fit
 from .settings import ShallowSettings, ShardingSettings
 from .space import DEPTHS, MANY_BLOCKS, Space, checked_search
 from .tuning import Tuning
 
-Step = Callable[[ShardingSettings], Any]
+StepWithSettings = Callable[[ShardingSettings], Any]
 
 
 def tune(
-    step: Step,
+    step: StepWithSettings,
     topology: str,
     *,
     batch: int | Collection[int] | None = None,
@@ -98,7 +98,7 @@ def tune(
         )
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
         raise ValueError(f"budget must be a number of compilations from 1 on; got {budget!r}")
-    batches = _batches(batch)
+    batches = _check_batch(batch)
     wanted = checked_search(search)
     units: tuple[str | int, ...] = wanted.get("units", ("blocks",))
     if "batch" in wanted:
@@ -168,7 +168,7 @@ _NOT_POSSIBLE = (ValueError, TypeError, RuntimeError, LookupError, AttributeErro
 
 
 class _Steps:
-    def __init__(self, step: Step, target: Target, progress: Progress) -> None:
+    def __init__(self, step: StepWithSettings, target: Target, progress: Progress) -> None:
         self._step, self._target, self._progress = step, target, progress
         self.from_cache = 0
         # The number of blocks to which figures are extrapolated, or 0.
@@ -290,7 +290,7 @@ def _extrapolated(
     )
 
 
-def _batches(batch: int | Collection[int] | None) -> tuple[int | None, ...]:
+def _check_batch(batch: int | Collection[int] | None) -> tuple[int | None, ...]:
     given = batch if isinstance(batch, Collection) else (batch,)
     for one in given:
         if one is not None and (isinstance(one, bool) or not isinstance(one, int) or one < 1):
@@ -311,7 +311,7 @@ def training_step(
     blocks: Blocks = None,
     clip_grad_norm: float | None = None,
     **options: Any,
-) -> Step:
+) -> StepWithSettings:
     """Make a usual training step for :func:`tune`.
 
     Args:

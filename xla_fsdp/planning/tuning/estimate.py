@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from ...collectives.routes import Routes
 from ...tpu.links import Links, OneCollective
 from ...tpu.topology import Slice
-from ..records import Collective, HostCopy, Op, Schedule
+from ..records import CompiledCollective, HostCopy, Op, Schedule
 from ..timing import time_step
 from ..tracing.units import OnWire
 from .facts import StepFacts, UnitFacts
@@ -26,7 +26,7 @@ CODE_BYTES = 12 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitCollective(Collective):
+class UnitCollective(CompiledCollective):
     """All gathers or all reductions of a unit at one place."""
 
     parts: tuple[OneCollective, ...] = ()
@@ -182,14 +182,14 @@ class Estimates:
         exposed = timing.exposed + timing.copies
         return Estimate(timing.compute, exposed, state + working, state)
 
-    def _schedule(self, units: Sequence[_Unit], settings: ShardingSettings) -> Schedule:
+    def _schedule(self, units: Sequence[_UnitEstimate], settings: ShardingSettings) -> Schedule:
         """A unit's forward is one operation, as its backward."""
         state, chip, count = self.facts(settings).state, self._where.chip, len(units)
         shared, hertz = settings.shard_group_size or self._where.devices, chip.clock_hz
         routes, one_loop = settings.collective_routes, settings.scan
-        beside = chip.overlaps_gathers and (settings.scan_prefetch or not one_loop)
+        overlaps = chip.overlaps_gathers and (settings.scan_prefetch or not one_loop)
         ops: list[Op] = []
-        sent: list[Collective] = []
+        sent: list[CompiledCollective] = []
         copies: list[HostCopy] = []
 
         def compute(at: int, seconds: float, phase: str) -> None:
@@ -210,7 +210,7 @@ class Estimates:
         # Units compute at odd places, first all forwards; gradients are reduced at even places.
         early, end = settings.forward_prefetch or one_loop, 2 * count + 1
         for at, unit in zip(range(1, end, 2), units, strict=True):
-            start = at - 2 if beside and early and at > 1 else at
+            start = at - 2 if overlaps and early and at > 1 else at
             send("all-gather", unit.facts.gathered, start, at)
             compute(at, unit.facts.forward, "forward")
             if unit.on_host:  # the device has the inputs of two blocks
@@ -219,7 +219,7 @@ class Estimates:
         for at, unit in zip(range(end, 2 * end - 1, 2), reversed(units), strict=True):
             before = at - 2 if at > end else at
             if not unit.kept:
-                start, ranks = before if beside and early else at, unit.kept_among or shared
+                start, ranks = before if overlaps and early else at, unit.kept_among or shared
                 send("all-gather", unit.facts.gathered, start, at, min(ranks, shared))
             if unit.on_host:
                 copies.append(HostCopy(before, at, round(unit.on_host), to_host=False))
@@ -245,7 +245,7 @@ class Estimates:
         state = (facts.state + 4 * sum(unit.facts.trainable for unit in units)) / shared
         gathered = [units] if settings.units == "model" else [[unit] for unit in units]
         programs = 2 + 2 * settings.scan_prefetch if settings.scan else len(units)
-        working = _activations(units) + CODE_BYTES * programs + _full(gathered, settings)
+        working = _activations(units) + CODE_BYTES * programs + _peak_of_full(gathered, settings)
         return state + facts.inputs, working
 
     def routes_matter(self, settings: ShardingSettings) -> bool:
@@ -261,13 +261,15 @@ class Estimates:
             for kind, tensors in (("all-gather", unit.gathered), ("reduce-scatter", unit.reduced))
         )
 
-    def _units(self, settings: ShardingSettings) -> list[_Unit]:
+    def _units(self, settings: ShardingSettings) -> list[_UnitEstimate]:
         facts = self.facts(settings)
         rest = len(facts.units) - len(facts.blocks)
-        return [_Unit(one, settings, number - rest) for number, one in enumerate(facts.units)]
+        return [
+            _UnitEstimate(one, settings, number - rest) for number, one in enumerate(facts.units)
+        ]
 
 
-class _Unit:
+class _UnitEstimate:
     """One unit in bytes and seconds. ``number``: of the block; negative for other units."""
 
     def __init__(self, facts: UnitFacts, settings: ShardingSettings, number: int) -> None:
@@ -287,21 +289,21 @@ class _Unit:
         root = settings.units == "model" or not facts.is_block
         self.kept = reshard is False or root or chosen
         self.kept_among = 0 if isinstance(reshard, bool) or self.kept else reshard
-        self.held = facts.held_recomputed if self.recomputed else facts.held
-        self.on_host = self.held if self.recomputed and settings.offload else 0.0
+        self.saved = facts.saved_recomputed if self.recomputed else facts.saved
+        self.on_host = self.saved if self.recomputed and settings.offload else 0.0
 
 
-def _activations(units: Sequence[_Unit]) -> float:
-    on_device = [unit.held for unit in units if not unit.on_host]
+def _activations(units: Sequence[_UnitEstimate]) -> float:
+    on_device = [unit.saved for unit in units if not unit.on_host]
     on_device += [unit.spared for unit in units]
     # On the device: the input of the running block and that of the next.
     on_host = sorted((unit.on_host for unit in units if unit.on_host), reverse=True)[:2]
-    again = max((unit.facts.held for unit in units if unit.recomputed), default=0.0)
+    again = max((unit.facts.saved for unit in units if unit.recomputed), default=0.0)
     working = 2 * max(unit.facts.largest for unit in units)
     return sum(on_device) + sum(on_host) + again + working
 
 
-def _full(gathered: Sequence[Sequence[_Unit]], settings: ShardingSettings) -> float:
+def _peak_of_full(gathered: Sequence[Sequence[_UnitEstimate]], settings: ShardingSettings) -> float:
     """The most bytes of full parameters and full gradients at the same time."""
     early = settings.scan_prefetch if settings.scan else settings.forward_prefetch
     at_a_time = 2 if early else 1

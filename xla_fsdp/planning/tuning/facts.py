@@ -17,12 +17,12 @@ from typing import Any
 from ...layers.saved_activations import ATTENTION
 from ...tpu.chips import Chip
 from ..program.flops import flops_of, is_kernel, kernel_cycles
-from ..program.hlo import Instruction, Module, leaves, parse_module
-from ..program.places import Key, Place, line_up
-from ..program.scopes import scope
+from ..program.hlo import HloModule, Instruction, leaves, parse_module
+from ..program.places import InstructionKey, Place, inline_schedule
+from ..program.scopes import parse_scope
 from ..records import KINDS
 from ..tracing.step import TracedStep
-from ..tracing.units import TracedUnit, unit_of
+from ..tracing.units import TracedUnit, innermost_unit
 from .settings import ShardingSettings
 
 KEPT = ShardingSettings()
@@ -52,14 +52,14 @@ _INLINED = frozenset(["while", "call", "conditional"])
 class UnitFacts(TracedUnit):
     """One unit of a model: a block, or the rest of the model, which is called "".
 
-    On one device, with the traced batch. ``forward``: seconds, by a roofline. ``held``: bytes that
-    the forward saves for the backward; ``held_recomputed``: with recomputation. ``largest``: bytes
+    On one device, with the traced batch. ``forward``: seconds, by a roofline. ``saved``: bytes that
+    the forward saves for the backward; ``saved_recomputed``: with recomputation. ``largest``: bytes
     of an activation. ``again``: recomputed values that the forward could save instead.
     """
 
     forward: float
-    held: float
-    held_recomputed: float
+    saved: float
+    saved_recomputed: float
     largest: float
     is_block: bool
     again: tuple[Again, ...] = ()
@@ -90,7 +90,7 @@ class StepFacts:
         def scaled(one: Any, *names: str, **changes: Any) -> Any:
             return replace(one, **{name: factor * getattr(one, name) for name in names}, **changes)
 
-        figures = ("forward", "held", "held_recomputed", "largest")
+        figures = ("forward", "saved", "saved_recomputed", "largest")
         units = tuple(
             scaled(unit, *figures, again=tuple(scaled(a, "seconds", "bytes") for a in unit.again))
             for unit in self.units
@@ -125,13 +125,13 @@ def facts_of(
         again = trace(RECOMPUTED.changed(batch=batch, units=units))
         text = hlo_text(again.program.hlo)
         recomputed = Activations(parse_module(text), chip, names)
-        blocks = {unit_of(module, names) for module in _RECOMPUTED.findall(text)} - {""}
+        blocks = {innermost_unit(module, names) for module in _RECOMPUTED.findall(text)} - {""}
     facts = [
         UnitFacts(
             **vars(unit),
             forward=found.seconds[unit.name],
-            held=found.held[unit.name],
-            held_recomputed=min(recomputed.held[unit.name], found.held[unit.name]),
+            saved=found.saved[unit.name],
+            saved_recomputed=min(recomputed.saved[unit.name], found.saved[unit.name]),
             largest=found.largest[unit.name],
             is_block=unit.name in blocks,
             again=again_in(unit.name, recomputed.again) if unit.name in blocks else (),
@@ -143,9 +143,9 @@ def facts_of(
     state = inputs = 0
     for number, one in enumerate(module.entry.parameters):
         if number in kept.program.donated:
-            state += ranks * _bytes(one)
+            state += ranks * _result_bytes(one)
         else:
-            inputs += _bytes(one)
+            inputs += _result_bytes(one)
     return StepFacts(tuple(facts), state, inputs, batch or 1)
 
 
@@ -168,32 +168,32 @@ class Again:
 class Activations:
     """Figures of the forward in ``module``, a traced step with module names, on one device.
 
-    ``held``, ``largest``: by unit, bytes of all tensors that the backward needs, and of the
+    ``saved``, ``largest``: by unit, bytes of all tensors that the backward needs, and of the
     largest. ``seconds``: by unit, by the roofline of ``chip``: for each operation that is not
     fused, the longer of its FLOPs and its HBM bytes at peak rates. ``again``: by module, recomputed
     matmuls (without names) and kernels.
     """
 
-    def __init__(self, module: Module, chip: Chip, units: Sequence[str]) -> None:
-        self.held, self.largest = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
+    def __init__(self, module: HloModule, chip: Chip, units: Sequence[str]) -> None:
+        self.saved, self.largest = dict.fromkeys(units, 0), dict.fromkeys(units, 0)
         self.seconds = dict.fromkeys(units, 0.0)
         self.again: dict[str, list[Again]] = {}
-        self._line, self._chip = line_up(module), chip
+        self._line, self._chip = inline_schedule(module), chip
         self._places = self._line.by_key
         # Kernels have only JAX's names, after those of the calling instruction.
-        self._phases = {key: scope(place.path) for key, place in self._places.items()}
-        self._sources: dict[Key, frozenset[Key]] = {}
+        self._phases = {key: parse_scope(place.path) for key, place in self._places.items()}
+        self._sources: dict[InstructionKey, frozenset[InstructionKey]] = {}
         for key, place in self._places.items():
             self._sources[key] = self._sources_of(key, place)
-        unit = functools.cache(lambda module: unit_of(module, units))
-        for key in self._held():
+        unit = functools.cache(lambda module: innermost_unit(module, units))
+        for key in self._saved_keys():
             place = self._places[key]
-            self.held[unit(self._phases[key][1])] += place.times * _bytes(place.instruction)
+            self.saved[unit(self._phases[key][1])] += place.times * _result_bytes(place.instruction)
         for key, place in self._places.items():
             (phase, name), instruction = self._phases[key], place.instruction
             if instruction.opcode in _FUSED | _GIVEN | _WHOLE | _INLINED:
                 continue
-            kernel, size = is_kernel(instruction), _bytes(instruction)
+            kernel, size = is_kernel(instruction), _result_bytes(instruction)
             seconds, flops = self._time(place, instruction)
             if phase == "forward":
                 self.seconds[unit(name)] += place.times * seconds
@@ -201,7 +201,7 @@ class Activations:
             # Recomputed kernels lack the name of their module.
             if kernel and phase == "forward":
                 # A kernel writes each value of a row several times; its function returns it once.
-                size = _bytes(place.caller or instruction)
+                size = _result_bytes(place.caller or instruction)
                 self.again.setdefault(name, []).extend(
                     [Again(ATTENTION, seconds, size)] * place.times
                 )
@@ -212,15 +212,17 @@ class Activations:
         flops = flops_of(place.computation, instruction)
         if is_kernel(instruction):
             return (kernel_cycles(instruction, self._chip) or 0) / self._chip.clock_hz, flops
-        moved = _bytes(instruction)
+        moved = _result_bytes(instruction)
         for operand in self._line.operands(place):
-            own = _bytes(self._places[operand].instruction)
-            made_of = sum(_bytes(self._places[o].instruction) for o in self._sources[operand])
+            own = _result_bytes(self._places[operand].instruction)
+            made_of = sum(
+                _result_bytes(self._places[o].instruction) for o in self._sources[operand]
+            )
             moved += min(own, made_of) if made_of else own
         return max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth), flops
 
-    def _held(self) -> set[Key]:
-        held: set[Key] = set()
+    def _saved_keys(self) -> set[InstructionKey]:
+        saved: set[InstructionKey] = set()
         for key, place in self._places.items():
             if self._phases[key][0] not in ("backward", "optimizer"):
                 continue
@@ -228,32 +230,34 @@ class Activations:
                 if operand not in self._places or self._phases[operand][0] != "forward":
                     continue
                 if place.instruction.opcode in _WHOLE:
-                    held.add(self._moved_from(operand))
+                    saved.add(self._moved_from(operand))
                 else:
-                    held |= self._sources[operand]
+                    saved |= self._sources[operand]
         return {
-            key for key in held
+            key for key in saved
             if self._phases[key][0] == "forward"
             and self._places[key].instruction.opcode not in _GIVEN | _WHOLE
         }  # fmt: skip
 
-    def _moved_from(self, key: Key) -> Key:
+    def _moved_from(self, key: InstructionKey) -> InstructionKey:
         while self._places[key].instruction.opcode in _MOVED:
             (key,) = self._line.operands(self._places[key])[:1]
         return key
 
-    def _sources_of(self, key: Key, place: Place) -> frozenset[Key]:
+    def _sources_of(self, key: InstructionKey, place: Place) -> frozenset[InstructionKey]:
         """The sources of ``key`` through all fusible operations; those of operands are known."""
         if place.instruction.opcode not in _FUSED:
             return frozenset([key])
-        found = frozenset[Key]().union(*(self._sources[o] for o in self._line.operands(place)))
+        found = frozenset[InstructionKey]().union(
+            *(self._sources[o] for o in self._line.operands(place))
+        )
         # The compiler does not recompute a chain whose sources are much larger.
         instructions = [self._places[one].instruction for one in found]
-        large = sum(_bytes(one) for one in instructions if one.opcode not in _GIVEN)
-        return frozenset([key]) if large > 2 * _bytes(place.instruction) else found
+        large = sum(_result_bytes(one) for one in instructions if one.opcode not in _GIVEN)
+        return frozenset([key]) if large > 2 * _result_bytes(place.instruction) else found
 
 
-def _bytes(instruction: Instruction) -> int:
+def _result_bytes(instruction: Instruction) -> int:
     return sum(leaf.bytes for leaf in leaves(instruction.shape))
 
 

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...tpu.topology import Slice, names, resolve
+from ...tpu.topology import Slice, resolve, slice_names
 from ...wording import first_line
 from ..compiling.compiler import CompileError
 from .estimate import Estimate, Estimates, kind_of
-from .settings import ShardingSettings, differences
+from .settings import ShardingSettings, describe_changes
 from .space import Space, main_of, plainness
 
 GIB = 2**30
@@ -352,7 +352,7 @@ class Search:
         if other is None:
             return what
         hbm = self.estimates.needed(other)
-        return f"{what}; with {differences(other, settings)} it would need {hbm / GIB:.1f} GiB"
+        return f"{what}; with {describe_changes(other, settings)} it would need {hbm / GIB:.1f} GiB"
 
 
 def too_much(hbm: float, capacity: float) -> str:
@@ -393,11 +393,11 @@ def with_worthwhile_keeps(
 def with_remedy(
     settings: ShardingSettings, estimates: Estimates, capacity: float
 ) -> ShardingSettings | None:
-    changes = _changes(settings, bool(estimates.facts(settings).blocks))
+    changes = _variants(settings, bool(estimates.facts(settings).blocks))
     return next((one for one in changes if estimates.needed(one) <= capacity), None)
 
 
-def _changes(settings: ShardingSettings, blocks: bool) -> Iterator[ShardingSettings]:
+def _variants(settings: ShardingSettings, blocks: bool) -> Iterator[ShardingSettings]:
     if blocks and settings.units == "model":
         yield settings.changed(units="blocks")
     if blocks and settings.recompute != "all":
@@ -433,7 +433,7 @@ def what_would_fit(
             advice.append(f"A batch of {smaller} samples a device would need {hbm / GIB:.1f} GiB.")
             break
         smaller //= 2
-    slices = map(resolve, names())  # the smallest first
+    slices = map(resolve, slice_names())  # the smallest first
     for slice_ in (one for one in slices if one.chip == where.chip and one.devices > where.devices):
         hbm = estimates.on(slice_).needed(lean)
         if hbm <= capacity:

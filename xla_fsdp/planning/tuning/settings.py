@@ -26,9 +26,9 @@ from ...remat import checkpoint_module
 from ...scan.blocks import scan_blocks
 from ...wrap import size_based_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
-from ..compiling.cache import write_whole
-from ..tracing.naming import plain
-from .blocks import BlockRow, Blocks, find_blocks, list_of, replace_modules
+from ..compiling.plan_cache import write_whole
+from ..tracing.naming import plain_name
+from .repeated_blocks import BlockRow, Blocks, find_blocks, list_of, replace_modules
 
 FORMAT, VERSION = "xla_fsdp settings", 1
 _PREFETCH = {
@@ -48,7 +48,7 @@ _DECIDED = frozenset(
 Kept = int | tuple[int | str, ...]
 
 
-def by_name(kept: Kept) -> bool:
+def keeps_by_name(kept: Kept) -> bool:
     return isinstance(kept, tuple) and any(isinstance(one, str) for one in kept)
 
 
@@ -56,14 +56,14 @@ def keeps(kept: Kept, number: int, name: str = "") -> bool:
     return 0 <= number < kept if isinstance(kept, int) else number in kept or name in kept
 
 
-def _is_number(value: Any, least: int = 1) -> bool:
+def _is_integer(value: Any, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_kept(value: Any) -> bool:
     if not isinstance(value, tuple):
-        return _is_number(value, 0)
-    numbers = all(_is_number(one, 0) for one in value)
+        return _is_integer(value, 0)
+    numbers = all(_is_integer(one, 0) for one in value)
     names = all(isinstance(one, str) and one for one in value)
     return (numbers or names) and len(set(value)) == len(value)
 
@@ -72,10 +72,10 @@ def _is_kept(value: Any) -> bool:
 _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType({
     **dict.fromkeys(
         ("batch", "shard_group_size", "scoped_vmem_kib"),
-        (lambda value: value is None or _is_number(value), "a number from 1 on, or None"),
+        (lambda value: value is None or _is_integer(value), "a number from 1 on, or None"),
     ),
     "units": (
-        lambda value: value in ("blocks", "model") or _is_number(value),
+        lambda value: value in ("blocks", "model") or _is_integer(value),
         '"blocks", "model" or a number of parameters from 1 on',
     ),
     **dict.fromkeys(
@@ -83,14 +83,14 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = MappingProxyType({
         (lambda value: isinstance(value, bool), "True or False"),
     ),
     "reshard_after_forward": (
-        lambda value: isinstance(value, bool) or _is_number(value, 2),
+        lambda value: isinstance(value, bool) or _is_integer(value, 2),
         "True, False or a number of ranks from 2 on",
     ),
     "kept_blocks": (
         _is_kept, "a number, or a tuple of numbers of blocks from 0 on or of names of units",
     ),
     "recompute": (
-        lambda value: value in ("none", "all") or _is_number(value),
+        lambda value: value in ("none", "all") or _is_integer(value),
         '"none", "all" or a number of blocks from 1 on',
     ),
     "keep": (
@@ -176,7 +176,7 @@ class ShardingSettings:
              "only inputs of recomputed blocks are offloaded"),
             (kept and units == "model", "kept_blocks", "units",
              "the outermost unit keeps its parameters anyway"),
-            (kept and by_name(kept) == (units == "blocks"), "kept_blocks", "units",
+            (kept and keeps_by_name(kept) == (units == "blocks"), "kept_blocks", "units",
              "select blocks by numbers, units by size by names"),
             (by_size and isinstance(self.recompute, int), "recompute", "units",
              'with units by size it must be "all" or "none"'),
@@ -253,7 +253,7 @@ class ShardingSettings:
         _require_undecided(options)
         if not isinstance(self.units, int):
             return XlaFullyShardedDataParallel(model, **{**self._options(), **options})
-        names = {module: plain(name) for name, module in model.named_modules()}
+        names = {module: plain_name(name) for name, module in model.named_modules()}
         units: list[str] = []
 
         def wrap(module: nn.Module, **options: Any) -> nn.Module:
@@ -318,7 +318,7 @@ class ShardingSettings:
 
     def __str__(self) -> str:
         """The settings that differ from the defaults, as ``name=value``."""
-        return differences(self, ShardingSettings()) or "the defaults"
+        return describe_changes(self, ShardingSettings()) or "the defaults"
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
@@ -395,12 +395,12 @@ def changes(settings: ShardingSettings, other: ShardingSettings) -> dict[str, An
     return {name: value for name, value in pairs if value != getattr(other, name)}
 
 
-def differences(settings: ShardingSettings, other: ShardingSettings) -> str:
+def describe_changes(settings: ShardingSettings, other: ShardingSettings) -> str:
     found = changes(settings, other).items()
-    return ", ".join(f"{name}={described(value)}" for name, value in found)
+    return ", ".join(f"{name}={value_text(value)}" for name, value in found)
 
 
-def described(value: Any) -> str:
+def value_text(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

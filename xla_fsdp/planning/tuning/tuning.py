@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ..compiling.cache import write_whole
+from ..compiling.plan_cache import write_whole
 from ..reporting.tables import aligned
 from .search import GIB, Measured, Trial, too_much
-from .settings import ShardingSettings, changes, described
+from .settings import ShardingSettings, changes, value_text
 
 _SHOWN = 6  # candidates that were not compiled
 _HEAD = ("step, ms", "compute", "exposed", "GiB", "estimate, ms", "GiB", "")
@@ -74,7 +74,7 @@ class Tuning:
             lines.append("from xla_fsdp.compiler_options import add_to_environment")
         lines += ["", "settings = ShardingSettings("]
         for name, value in changes(self.settings, ShardingSettings()).items():
-            lines.append(f"    {name}={described(value)},")
+            lines.append(f"    {name}={value_text(value)},")
         lines.append(")")
         if self.settings.compiler_options:
             lines.append("add_to_environment(settings.compiler_options)  # before launch")
@@ -120,7 +120,7 @@ class Tuning:
                 last = f"{times:.2f} times the time of the best"
             rows.append(("your own step", *[""] * len(names), *_told(self.own), "", "", last))
         for trial in shown:
-            values = (described(getattr(trial.settings, name)) for name in names)
+            values = (value_text(getattr(trial.settings, name)) for name in names)
             guessed, found = trial.estimate, trial.measured
             best = trial.settings == self.settings
             last = "best" if best else trial.rejected

@@ -24,7 +24,7 @@ _STANDARD_LIBRARY = _folder(os.__file__)
 
 def of_frame(frame: FrameType) -> str:
     """The innermost frame of user code at or below ``frame``, else ``frame``."""
-    return text(_users(frame) or frame)
+    return frame_text(_users(frame) or frame)
 
 
 def here() -> str:
@@ -42,7 +42,7 @@ def of_thread(ident: int | None) -> str:
         return "the start of its function"
     frame = _users(sys._current_frames().get(ident))
     # After a rank's function, its thread runs only this package.
-    return "the end of its function" if frame is None else text(frame)
+    return "the end of its function" if frame is None else frame_text(frame)
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
@@ -65,5 +65,5 @@ def is_library(filename: str) -> bool:
     return filename.startswith(_STANDARD_LIBRARY) and "site-packages" not in filename
 
 
-def text(frame: FrameType) -> str:
+def frame_text(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -20,7 +20,7 @@ from ...tree import map_tensors, tensors_in
 from ..autograd_thread import run_there
 from ..errors import Preempted, RankError, RankStopped
 from ..rank import RankContext, _set_current_rank, current_rank
-from .collectives import Collectives
+from .cpu_collectives import Collectives
 from .mode import FreshState, RankMode
 from .patches import Patches
 from .rng import GeneratorOfThisRank
@@ -53,14 +53,14 @@ def run_ranks(
         for context in session.contexts
     ]
     try:
-        _install(session, patches, caller_seed)
+        _install_patches(session, patches, caller_seed)
         patches.set(sys, "unraisablehook", _interrupt_again(sys.unraisablehook))
         for thread in threads:
             thread.start()
-        _wait(session, threads, ended)
+        _join_threads(session, threads, ended)
     except BaseException as error:
         session.barrier.stop(error)
-        _wait(session, threads, ended)
+        _join_threads(session, threads, ended)
     finally:
         fresh_state.remove()
         _clean_up(runtime, session, patches, threads)
@@ -77,7 +77,7 @@ def run_ranks(
         del failure
 
 
-def _wait(session: Session, threads: list[_RankThread], ended: threading.Semaphore) -> None:
+def _join_threads(session: Session, threads: list[_RankThread], ended: threading.Semaphore) -> None:
     stopping_since: float | None = None
     while any(thread.is_alive() for thread in threads):
         ended.acquire(timeout=_POLL_SECONDS)
@@ -109,7 +109,7 @@ def _interrupt_again(report: Callable) -> Callable:
     return hook
 
 
-def _install(session: Session, patches: Patches, seed: int) -> None:
+def _install_patches(session: Session, patches: Patches, seed: int) -> None:
     devices = xm.get_xla_supported_devices()
     # Device names, although torch_xla's annotation differs.
     replicas = xm.xla_replication_devices(devices)  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ class _RankThread(threading.Thread):
                 if results:
                     session.sync_tensors(context, "its function returned", results)
                 self.result = map_tensors(lambda t: t.detach().cpu() if t.is_xla else t, value)
-                session.finish(context)
+                session.wait_for_all_ranks(context)
         except RankStopped:
             pass
         except BaseException as error:

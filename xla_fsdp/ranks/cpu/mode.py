@@ -89,25 +89,25 @@ class _DrawsInside(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _read(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _read_values(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     tensors = xla_tensors((args, kwargs)) if reads_to_host(func, args, kwargs) else []
     if not tensors:
         return func(*args, **kwargs)
     read = partial(func, *args, **kwargs)
-    return mode.session.fetch(mode.context, _name(func), tensors, read)
+    return mode.session.fetch(mode.context, _name_of_read(func), tensors, read)
 
 
-def _draw(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _draw_random(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     value = args[0] if args else None
     if isinstance(value, torch.Tensor) and value.is_xla:  # type: ignore[attr-defined]  # not in torch's stubs
         if func in _LOWERED:
             return func(*args, **kwargs)
         # Runs on the CPU: no collective may run while the generator is locked.
-        mode.session.before_read(mode.context, _name(func), xla_tensors((args, kwargs)))
+        mode.session.before_read(mode.context, _name_of_read(func), xla_tensors((args, kwargs)))
     return mode.session.generators.run(mode.context, func, *args, **kwargs)
 
 
-def _make(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+def _make_constant(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Inside an optimizer's step the result becomes device data."""
     value = func(*args, **kwargs)
     if not mode.context.stepping or torch.is_grad_enabled() or value.device.type != "xla":
@@ -213,7 +213,7 @@ def xla_tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in(value) if tensor.is_xla]
 
 
-def _name(func: Callable) -> str:
+def _name_of_read(func: Callable) -> str:
     name = getattr(func, "__name__", str(func))
     return f"a read of a tensor's value ({name})"
 
@@ -282,8 +282,8 @@ _TORCHS_OWN = {
 }
 
 _SPECIAL: dict[Callable, Callable] = {
-    **dict.fromkeys(READS, _read),
-    **dict.fromkeys(_DRAWS, _draw),
-    **dict.fromkeys((*_CONSTANTS, torch.full_like), _make),
+    **dict.fromkeys(READS, _read_values),
+    **dict.fromkeys(_DRAWS, _draw_random),
+    **dict.fromkeys((*_CONSTANTS, torch.full_like), _make_constant),
     torch.Tensor.backward: _backward,
 }

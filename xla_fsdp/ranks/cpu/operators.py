@@ -18,13 +18,13 @@ _TO_MODES = torch._C.DispatchKeySet(torch._C.DispatchKey.Python) | torch._C.Disp
 )  # calls the mode first
 
 
-class _Seen(Exception):
+class _OperatorReached(Exception):
     """Keeps the operator from running."""
 
 
-class _Stop(TorchDispatchMode):
+class _LookUpMode(TorchDispatchMode):
     def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Seen
+        raise _OperatorReached
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def look_up_operators() -> None:
         "SymInt": 1, "List[int]": [1], "float": 1.0, "List[float]": [1.0], "number": 1,
         "List[number]": [1], "bool": True, "List[bool]": [True], "str": "", "Device": tensor.device,
     }  # fmt: skip
-    with _Stop():
+    with _LookUpMode():
         for name in torch._C._dispatch_get_all_op_names():
             if not name.startswith(_ATEN):
                 continue

@@ -45,9 +45,11 @@ class CpuRuntime:
     def size_for(self, num_devices: int | None) -> int:
         """Raises ValueError or TypeError unless the number of ranks is 1 to 8."""
         if num_devices is not None:
-            return _checked(num_devices, "num_devices")
+            return _check_count(num_devices, "num_devices")
         if xlac.runtime_has_started():
-            return _checked(xr.addressable_device_count(), "the number of devices of the runtime")
+            return _check_count(
+                xr.addressable_device_count(), "the number of devices of the runtime"
+            )
         text = os.environ.get("CPU_NUM_DEVICES")
         if text is None:
             return DEFAULT_RANKS
@@ -56,7 +58,7 @@ class CpuRuntime:
                 f"CPU_NUM_DEVICES must be a number from 1 to {MAX_RANKS}, got {text!r}; "
                 "unset it or pass num_devices"
             )
-        return _checked(int(text), "CPU_NUM_DEVICES")
+        return _check_count(int(text), "CPU_NUM_DEVICES")
 
     def start(self, size: int) -> None:
         """Starts the runtime with ``size`` devices, or checks the one that is running.
@@ -77,7 +79,7 @@ class CpuRuntime:
         self.unfinished = []
         if size > 1:
             look_up_operators()
-        settings = _settings(size)
+        settings = _cpu_environment(size)
         if not xlac.runtime_has_started():
             require_folder_is_chosen()
             os.environ.update(settings)
@@ -119,7 +121,7 @@ class CpuRuntime:
             anchor.grad = None
 
 
-def _settings(size: int) -> dict[str, str]:
+def _cpu_environment(size: int) -> dict[str, str]:
     return {
         xenv.PJRT_DEVICE: "CPU",
         "CPU_NUM_DEVICES": str(size),
@@ -136,7 +138,7 @@ def _at_least(name: str, minimum: int) -> str:
     return text if text.isdecimal() and int(text) >= minimum else str(minimum)
 
 
-def _checked(count: int, name: str) -> int:
+def _check_count(count: int, name: str) -> int:
     allowed = f"an int from 1 to {MAX_RANKS}"
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"{name} must be {allowed} on CPU, got {count!r}")

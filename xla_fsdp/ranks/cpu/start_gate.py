@@ -34,13 +34,13 @@ class StartGate:
         self.waiting: set[int] = set()
         self._closed = False
         self._changed = threading.Condition()
-        self._handler = _Handler(self._call)  # XLA keeps its address
+        self._handler = _HandlerFunction(self._call)  # XLA keeps its address
         self._registered = False
 
     def open_for(self, size: int) -> None:
         """Raises NotImplementedError if torch_xla does not support several ranks on CPU."""
         if size > 1 and not self._registered:
-            _register(self._handler)
+            _register_handler(self._handler)
             self._registered = True
         with self._changed:
             self.started = [0] * size
@@ -137,10 +137,10 @@ _CallFrame = _structure(
     operands=_Buffers,
     results=_Buffers,
 )
-_Handler = ctypes.CFUNCTYPE(c_void_p, c_void_p)
+_HandlerFunction = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 
 
-def _register(handler: object) -> None:
+def _register_handler(handler: object) -> None:
     try:
         symbol = xlac.symbols_of([xlac.GET_FFI_API])[xlac.GET_FFI_API]
     except NotImplementedError as error:

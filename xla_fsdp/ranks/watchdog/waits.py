@@ -37,7 +37,7 @@ _DATA = (
 DEVICE = "waiting for the device or other ranks"
 
 
-class Progress:
+class ProcessProgress:
     """The progress of this process, which two ranks in it share."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def _calls(thread: int) -> list[tuple[FrameType, int]]:
 
 def _where(calls: list[tuple[FrameType, int]]) -> str:
     users = (frame for frame, _ in calls if call_site.is_users(frame))
-    return call_site.text(next(users, calls[0][0]))
+    return call_site.frame_text(next(users, calls[0][0]))
 
 
 def _what(calls: list[tuple[FrameType, int]]) -> str:

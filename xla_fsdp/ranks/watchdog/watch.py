@@ -24,9 +24,9 @@ from ..channel import open_channel
 from ..cpu.call_site import is_library
 from ..errors import RankTimeoutError
 from ..slices import slices_of_ranks
-from .report import RankPlace, report
-from .settings import WatchSettings, say, settings
-from .waits import Progress, doing
+from .hang_report import RankStatus, hang_text
+from .waits import ProcessProgress, doing
+from .watch_settings import WatchSettings, log_line, watch_settings
 
 # No library uses it by default. Only sent to processes that handle it.
 _SIGNAL = signal.SIGRTMAX - 7
@@ -38,7 +38,7 @@ _STACKS_OF_SILENT_RANKS = 32
 
 def watched(fn: Callable, timeout: float) -> Callable:
     """Wraps ``fn`` so that its ranks are watched; can be pickled if ``fn`` can."""
-    chosen = settings(timeout)
+    chosen = watch_settings(timeout)
     return fn if chosen is None else partial(_run_watched, fn, chosen)
 
 
@@ -63,7 +63,7 @@ class _Watch:
         self._settings = chosen
         self._thread = threading.get_ident()
         self._process: dict[str, Any] = {}
-        self._progress = Progress()
+        self._progress = ProcessProgress()
         self._beats = 0
         self._ended = ""
         self._over = threading.Event()
@@ -107,7 +107,7 @@ class _Watch:
             # On this thread, because the store may be slow to answer.
             channel = open_channel("watchdog", (self._rank, self._size))
         except (RuntimeError, OSError) as error:
-            say(f"no watchdog for rank {self._rank}, so a hang is not reported: {error}")
+            log_line(f"no watchdog for rank {self._rank}, so a hang is not reported: {error}")
             return
         self._store = channel.store
         try:
@@ -175,7 +175,9 @@ class _Watch:
         steps = max(sign["steps"] for sign in signs.values())
         if idle < self._settings.timeout / 2:
             if self._reported_at is not None:
-                say(f"ranks make progress again, {now - self._reported_at:.0f} s after the report")
+                log_line(
+                    f"ranks make progress again, {now - self._reported_at:.0f} s after the report"
+                )
             self._asked_at = self._reported_at = None
             self._duty["silent"] = {}
         elif self._asked_at is not None:
@@ -213,13 +215,13 @@ class _Watch:
         for rank, sign in signs.items():
             what, where, stack = answers.get(rank, ("", "", ""))
             silent = not sign["ended"] and not what  # another process may answer
-            places.append(RankPlace(
+            places.append(RankStatus(
                 rank, sign["steps"], quiet[rank] if silent else 0.0,
                 sign["ended"] or _describe_wait(what, sign["work"]), where, stack,
                 bool(sign["ended"]), sign["process"]["name"],
             ))  # fmt: skip
-        head, text, named = report(places, idle, self._settings.timeout, self._slices)
-        say(f"{head}\n{text}")
+        head, text, named = hang_text(places, idle, self._settings.timeout, self._slices)
+        log_line(f"{head}\n{text}")
         self._asked_at, self._reported_at, self._duty["silent"] = None, now, {}
         if self._settings.end:
             self._duty["end"] = f"{head}. All stacks are in the output of rank {self._rank}"
@@ -236,7 +238,7 @@ class _Watch:
                     "unknown, because the process that launched the ranks of the first host, and "
                     f"with it the store, does not answer ({first_line(why, 200)})"
                 )
-                say(f"{head}\n  rank {self._rank}: {what}, at {where}\n{stack}")
+                log_line(f"{head}\n  rank {self._rank}: {what}, at {where}\n{stack}")
                 if self._settings.end:
                     spawned.fail(self._rank, RankTimeoutError(head))
                 return
@@ -253,7 +255,7 @@ def _prepare_dump(thread: int) -> dict[str, Any]:
     faulthandler.register(_SIGNAL, os.memfd_create(_MEMORY_FILE), all_threads=True)
     return {
         "name": f"process {os.getpid()} of {socket.gethostname()}",
-        "host": _host(),
+        "host": _host_identity(),
         "pid": os.getpid(),
         "thread": f"{thread:#018x}",  # as faulthandler writes it
     }
@@ -300,7 +302,7 @@ def _handles_it(process: int) -> bool:
     return bool(int(caught, 16) >> (_SIGNAL - 1) & 1)
 
 
-def _host() -> str:
+def _host_identity() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"

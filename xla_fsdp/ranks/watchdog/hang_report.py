@@ -14,7 +14,7 @@ _CHARACTERS = 200_000
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankStatus:
     """The place and progress of one rank.
 
     Attributes:
@@ -43,7 +43,7 @@ class RankPlace:
         return text if self.ended else f"{text}, after {self.steps} steps"
 
 
-def named(places: Sequence[RankPlace]) -> tuple[str, list[RankPlace]]:
+def find_hanging_ranks(places: Sequence[RankStatus]) -> tuple[str, list[RankStatus]]:
     """The reason and the ranks for which the others wait; no ranks if none differs."""
     running = [place for place in places if not place.ended]
     kept_waiting = any(place.what == DEVICE for place in running)
@@ -60,7 +60,7 @@ def named(places: Sequence[RankPlace]) -> tuple[str, list[RankPlace]]:
     return "", []
 
 
-def _behind(running: Sequence[RankPlace]) -> list[RankPlace]:
+def _behind(running: Sequence[RankStatus]) -> list[RankStatus]:
     furthest = max((place.steps for place in running), default=0)
     # A rank may be ahead by a sync of its own.
     behind = [place for place in running if place.steps < furthest]
@@ -70,40 +70,40 @@ def _behind(running: Sequence[RankPlace]) -> list[RankPlace]:
     return [place for place in behind if place.what != DEVICE] or behind
 
 
-def _elsewhere(running: Sequence[RankPlace]) -> list[RankPlace]:
+def _elsewhere(running: Sequence[RankStatus]) -> list[RankStatus]:
     if not running:
         return []
     where, count = Counter(place.where for place in running).most_common(1)[0]
     return [one for one in running if one.where != where] if 2 * count > len(running) else []
 
 
-def report(
-    places: Sequence[RankPlace], idle: float, timeout: float, slices: Groups = ()
-) -> tuple[str, str, list[RankPlace]]:
+def hang_text(
+    places: Sequence[RankStatus], idle: float, timeout: float, slices: Groups = ()
+) -> tuple[str, str, list[RankStatus]]:
     """Returns a line about the ranks that hang, places and stacks, and these ranks."""
-    why, chosen = named(places)
+    why, chosen = find_hanging_ranks(places)
     head = f"no rank has made progress for {idle:.0f} s (timeout={timeout:g}); "
     if chosen:
-        head += f"{why}: {_ranks(chosen)}{_slices(chosen, slices)}, {chosen[0].line()}"
+        head += f"{why}: {_ranks_text(chosen)}{_slices(chosen, slices)}, {chosen[0].line()}"
     else:
         head += "all have made the same progress, and no rank differs from the others"
-    by_line: dict[str, list[RankPlace]] = {}
+    by_line: dict[str, list[RankStatus]] = {}
     for place in places:
         by_line.setdefault(place.line(), []).append(place)
-    text = "".join(f"  {_ranks(group)}: {line}\n" for line, group in by_line.items())
-    stacks: dict[str, list[RankPlace]] = {}
+    text = "".join(f"  {_ranks_text(group)}: {line}\n" for line, group in by_line.items())
+    stacks: dict[str, list[RankStatus]] = {}
     for place in sorted(places, key=lambda place: place not in chosen):  # chosen ranks first
         if place.stack:
             stacks.setdefault(place.stack, []).append(place)
     for stack, group in stacks.items():
         first = group[0].process if len(group) == 1 else f"the first in {group[0].process}"
-        text += f"stack of {_ranks(group)}, {first}:\n{stack}"
+        text += f"stack of {_ranks_text(group)}, {first}:\n{stack}"
     if len(text) > _CHARACTERS:
         text = text[:_CHARACTERS] + "\n... (the rest is omitted)\n"
     return head, text, chosen
 
 
-def _slices(places: Sequence[RankPlace], slices: Groups) -> str:
+def _slices(places: Sequence[RankStatus], slices: Groups) -> str:
     """Names slices if these are exactly all of their ranks."""
     found = {place.rank for place in places}
     whole = [number for number, one in enumerate(slices) if found.issuperset(one)]
@@ -112,5 +112,5 @@ def _slices(places: Sequence[RankPlace], slices: Groups) -> str:
     return f", all of slice{'s' if len(whole) > 1 else ''} {', '.join(map(str, whole))}"
 
 
-def _ranks(places: Sequence[RankPlace]) -> str:
+def _ranks_text(places: Sequence[RankStatus]) -> str:
     return runs("rank", (place.rank for place in places))

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 
-from ..planning.compiling.cache import write_whole
-from ..planning.reporting.page import document, tables, target
+from ..planning.compiling.plan_cache import write_whole
+from ..planning.reporting.page import document, require_parent, tables
 from ..planning.reporting.tables import UNKNOWN, Section, aligned, figure, milliseconds, percent
 from ..tpu.calibration import Calibration
-from .findings import Finding, Status, summary
-from .records import CollectiveTime, Machine, Rate, StepRun
+from .findings import Finding, Status, count_by_status
+from .measurements import CollectiveTime, Machine, Rate, StepRun
 
 _FORMAT, _VERSION = "xla_fsdp verification", 1
 _CPU_NOTE = (
@@ -47,7 +47,7 @@ class Verification:
         """The result in one line."""
         what = "PASSED" if self.ok else "FAILED"
         on = f"{self.where.ranks} ranks on {self.where.device or 'unknown devices'}"
-        return f"{what}: {summary(self.findings) or 'nothing was checked'} ({on})"
+        return f"{what}: {count_by_status(self.findings) or 'nothing was checked'} ({on})"
 
     def __repr__(self) -> str:
         return f"<Verification {self.verdict}>"
@@ -57,7 +57,7 @@ class Verification:
         lines += [_CPU_NOTE] if self.where.family == "cpu" else []
         for found in self.findings:
             lines += textwrap.wrap(found.line(), 110, subsequent_indent=" " * 30)
-        for section in _sections(self):
+        for section in _verification_sections(self):
             table = [(section.title, *section.columns)]
             table += [(f"  {row[0]}", *row[1:]) for row in section.rows]
             lines += ["", *aligned(table, [False, *section.numeric()[1:]])]
@@ -89,7 +89,7 @@ class Verification:
         Raises:
             FileNotFoundError: the folder does not exist.
         """
-        write_whole(target(path), self.to_json().encode())
+        write_whole(require_parent(path), self.to_json().encode())
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Writes one self-contained HTML page with findings and tables.
@@ -100,7 +100,7 @@ class Verification:
         """
         if not os.fspath(path).endswith(".html"):
             raise ValueError(f"cannot plot to {str(path)!r}: allowed is .html; rename the file")
-        write_whole(target(path), _page(self).encode())
+        write_whole(require_parent(path), _verification_page(self).encode())
 
     def failures(self) -> list[str]:
         """The names of the tests that failed."""
@@ -112,7 +112,7 @@ def _finding(found: Finding) -> dict[str, str]:
     return {"promised" if key == "expected" else key: text for key, text in data.items()}
 
 
-def _sections(found: Verification) -> list[Section]:
+def _verification_sections(found: Verification) -> list[Section]:
     where = found.where
     rates = [
         (
@@ -156,10 +156,10 @@ def _sections(found: Verification) -> list[Section]:
     return [Section(title, columns, tuple(rows)) for title, columns, rows in tables if rows]
 
 
-def _page(found: Verification) -> str:
+def _verification_page(found: Verification) -> str:
     parts = [f'<h1 class="{"fits" if found.ok else "not"}">{escape(found.verdict)}</h1>']
     parts += [f"<p>{escape(_CPU_NOTE)}</p>"] * (found.where.family == "cpu")
     rows = tuple((f.status.value, f.name, f.found, f.expected, f.remedy) for f in found.findings)
     findings = Section("Findings", ("", "found", "expected", "remedy"), rows)
-    parts.append(tables([findings, *_sections(found)]))
+    parts.append(tables([findings, *_verification_sections(found)]))
     return document("xla_fsdp verification", parts)

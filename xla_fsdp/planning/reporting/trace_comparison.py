@@ -11,11 +11,21 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ...wording import join_some
-from ..compiling.cache import write_whole
+from ..compiling.plan_cache import write_whole
 from ..recorded import RecordedStep, Share
 from ..records import KINDS, PHASES
 from .page import document, tables, target_of_plot
-from .tables import NO_MODULE, NO_PHASE, Section, figure, milliseconds, percent, share, short, units
+from .tables import (
+    NO_MODULE,
+    NO_PHASE,
+    Section,
+    figure,
+    fraction,
+    milliseconds,
+    percent,
+    short,
+    unit_names,
+)
 
 if TYPE_CHECKING:
     from .report import Report
@@ -31,7 +41,7 @@ Total = tuple[float | None, float | None]  # seconds modelled and measured
 
 
 @dataclass(frozen=True)
-class Beside:
+class TraceComparison:
     """A plan compared with a recorded step: ``print`` it, or ``plot`` it as a page.
 
     Raises ValueError if they have no names of modules and parameters in common.
@@ -69,7 +79,7 @@ class Beside:
         step, found = self.report.timing.step, self.recorded.seconds
         return (
             f"A step on {self.recorded.device} took {milliseconds(found)}; modelled for "
-            f"{self.report.topology}: {milliseconds(step)} ({_ratio(step, found)} ×)"
+            f"{self.report.topology}: {milliseconds(step)} ({_quotient(step, found)} ×)"
         )
 
     def notes(self) -> list[str]:
@@ -119,7 +129,7 @@ class Beside:
             ("collectives", timing.collective, sum(s.seconds for s in others)),
             ("collectives that compute waits for", timing.exposed, sum(s.waited for s in others)),
         ]
-        cells = [(name, _ms(a), _ms(b), _ratio(a, b)) for name, a, b in rows]
+        cells = [(name, _ms(a), _ms(b), _quotient(a, b)) for name, a, b in rows]
         return Section("A step", ("modelled", "measured", "ratio"), tuple(cells))
 
     def _by_kind(self) -> Section:
@@ -133,7 +143,7 @@ class Beside:
         return self._compared("By kind", found)
 
     def _by_unit(self) -> Section:
-        unit = units(s.module for s in (*self.planned, *self.recorded.shares))
+        unit = unit_names(s.module for s in (*self.planned, *self.recorded.shares))
 
         def name(one: Share) -> str:
             what = "compute" if one.kind == "compute" else "collectives"
@@ -170,14 +180,16 @@ class Beside:
 
     def _parts(self, total: Total) -> tuple[float, float]:
         sides = [sum(s.seconds for s in side) for side in (self.planned, self.recorded.shares)]
-        return share(total[0] or 0.0, sides[0]), share(total[1] or 0.0, sides[1])
+        return fraction(total[0] or 0.0, sides[0]), fraction(total[1] or 0.0, sides[1])
 
     def _compared(self, title: str, found: Sequence[tuple[str, Total]]) -> Section:
         rows = []
         for name, total in found:
             parts = zip(total, self._parts(total), strict=True)
             shares = ["–" if seconds is None else percent(part, 1) for seconds, part in parts]
-            rows.append((name, _ms(total[0]), shares[0], _ms(total[1]), shares[1], _ratio(*total)))
+            rows.append(
+                (name, _ms(total[0]), shares[0], _ms(total[1]), shares[1], _quotient(*total))
+            )
         return Section(title, _COLUMNS, tuple(rows))
 
     def _page(self) -> str:
@@ -209,7 +221,7 @@ def _ms(seconds: float | None) -> str:
     return "–" if seconds is None else milliseconds(seconds, 3)
 
 
-def _ratio(modelled: float | None, measured: float | None) -> str:
+def _quotient(modelled: float | None, measured: float | None) -> str:
     return figure(measured / modelled, 2) if modelled and measured is not None else "–"
 
 

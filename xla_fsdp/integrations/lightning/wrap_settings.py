@@ -24,17 +24,17 @@ from ...wrapper import XlaFullyShardedDataParallel
 from ..optimizers import average_unsharded
 from ..sharding import any_policy, meant_by_name, strategy_by_name, wrap_recomputed
 
-Policy = Collection[type[nn.Module]] | Callable[..., bool]
+LightningPolicy = Collection[type[nn.Module]] | Callable[..., bool]
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 
-class Settings:
+class WrapSettings:
     """How modules are wrapped; see the strategies for arguments and errors."""
 
     def __init__(
         self,
-        auto_wrap_policy: Policy | None,
+        auto_wrap_policy: LightningPolicy | None,
         activation_checkpointing_policy: Collection[type[nn.Module]] | None,
         state_dict_type: str,
         options: dict[str, Any],

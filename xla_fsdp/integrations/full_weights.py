@@ -46,7 +46,7 @@ def save_whole(
             "is_main_process is false on rank 0, which gathers and writes the full weights: "
             "leave it out, or pass is_main_process=rank == 0; call save_pretrained on every rank"
         )
-    root, path = outermost(model)
+    root, path = outermost_wrapper(model)
     own = gather_state(root, wanted, rank0_only=True, offload_to_cpu=True, path=path)
 
     def write() -> None:
@@ -57,7 +57,7 @@ def save_whole(
     return None
 
 
-def outermost(model: nn.Module) -> tuple[nn.Module, str]:
+def outermost_wrapper(model: nn.Module) -> tuple[nn.Module, str]:
     """The outermost wrapper with parameters of ``model`` (or ``model`` itself), and the name of
     ``model`` in it."""
     outside = find_outer_wrappers(model)
@@ -69,7 +69,7 @@ def outermost(model: nn.Module) -> tuple[nn.Module, str]:
 
 def owned(model: nn.Module) -> list[tuple[str, ParameterShard]]:
     """The parameters of ``model`` with their names in it."""
-    root, path = outermost(model)
+    root, path = outermost_wrapper(model)
     prefix = dotted(path, "x")[:-1]
     return [
         (name[len(prefix) :], shard)

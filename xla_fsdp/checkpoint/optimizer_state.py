@@ -19,7 +19,7 @@ from ..sharding.sharded_parameter import local, on_local_parts
 from .inventory import Inventory, ParameterShard
 from .readable_tensor import ReadableTensor
 
-Groups = list[list[ParameterShard]]
+ParameterGroups = list[list[ParameterShard]]
 
 # These are numbers in all optimizers of torch.
 _NUMBERS = {"step", "mu", "eta", "mu_product"}
@@ -114,7 +114,7 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
 
 
-def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) -> Groups:
+def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) -> ParameterGroups:
     """The parameters of the unsharded model in each of the optimizer's groups.
 
     Raises TypeError, ModelMismatchError or UnsupportedValueError if ``optimizer`` cannot be saved.

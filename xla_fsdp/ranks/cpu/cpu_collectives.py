@@ -21,7 +21,7 @@ from ..rank import RankContext
 from . import call_site
 from .session import Session
 
-Groups = Sequence[Sequence[int]] | None
+RankGroups = Sequence[Sequence[int]] | None
 _Tensors = TypeVar("_Tensors", torch.Tensor, "torch.Tensor | list[torch.Tensor]")
 
 # Gathered values are [g, ...]: one row for each member.
@@ -62,7 +62,7 @@ class Collectives:
         reduce_type: str,
         inputs: torch.Tensor | list[torch.Tensor],
         scale: float = 1.0,
-        groups: Groups = None,
+        groups: RankGroups = None,
         pin_layout: bool = True,
     ) -> torch.Tensor | list[torch.Tensor]:
         """Returns a new tensor for a tensor; reduces a list in place."""
@@ -98,7 +98,7 @@ class Collectives:
         self,
         value: torch.Tensor | list[torch.Tensor],
         dim: int = 0,
-        groups: Groups = None,
+        groups: RankGroups = None,
         output: torch.Tensor | list[torch.Tensor] | None = None,
         pin_layout: bool = True,
         channel_id: int | None = None,
@@ -119,7 +119,7 @@ class Collectives:
         scale: float,
         scatter_dim: int,
         shard_count: int,
-        groups: Groups = None,
+        groups: RankGroups = None,
         output: torch.Tensor | list[torch.Tensor] | None = None,
         pin_layout: bool = True,
         channel_id: int | None = None,
@@ -149,7 +149,7 @@ class Collectives:
         split_dimension: int,
         concat_dimension: int,
         split_count: int,
-        groups: Groups = None,
+        groups: RankGroups = None,
         pin_layout: bool = True,
     ) -> torch.Tensor:
         """Member j's part i goes to member i, joined in order of j."""
@@ -217,13 +217,13 @@ class Collectives:
         return reduce_fn([torch.load(io.BytesIO(each), weights_only=False) for each in payloads])
 
     def _gather(
-        self, context: RankContext, kind: str, value: torch.Tensor, dim: int, groups: Groups
+        self, context: RankContext, kind: str, value: torch.Tensor, dim: int, groups: RankGroups
     ) -> torch.Tensor:
         gather = partial(self._original["all_gather"], dim=dim)
         return self._traced(context, kind, groups, gather, value)
 
     def _traced(
-        self, context: RankContext, kind: str, groups: Groups, collective: Callable, value: Any
+        self, context: RankContext, kind: str, groups: RankGroups, collective: Callable, value: Any
     ) -> torch.Tensor:
         """The result of ``collective(value)``, numbered and after those before it."""
         label = f"groups {[list(group) for group in groups]}" if groups else ""
@@ -237,12 +237,12 @@ class Collectives:
             order.add(result)
         return result
 
-    def _groups(self, groups: Groups) -> list[list[int]]:
+    def _groups(self, groups: RankGroups) -> list[list[int]]:
         if not groups:
             return [list(range(self._session.size))]  # a channel id needs groups
         return [list(map(int, group)) for group in groups]
 
-    def _group_of(self, context: RankContext, groups: Groups) -> list[int]:
+    def _group_of(self, context: RankContext, groups: RankGroups) -> list[int]:
         for group in self._groups(groups):
             if context.rank in group:
                 return group

@@ -19,14 +19,14 @@ def find_blocks(model: nn.Module, blocks: Blocks = None) -> list[nn.Module]:
         return _in_list(model, blocks)
     if blocks is None:
         kind = _repeated(model)
-        return [] if kind is None else _outermost(model, (kind,))
+        return [] if kind is None else _outermost_blocks(model, (kind,))
     classes = tuple(blocks)
     if not classes or not all(isinstance(one, type) for one in classes):
         raise TypeError(
             "blocks must be the name of an nn.Sequential or nn.ModuleList, classes of modules, or "
             f"None; got {blocks!r}"
         )
-    found = _outermost(model, classes)
+    found = _outermost_blocks(model, classes)
     if not found:
         names = ", ".join(one.__name__ for one in classes)
         raise ValueError(f"blocks={names}: {type(model).__name__} has no module of these classes")
@@ -90,7 +90,7 @@ def _repeated(model: nn.Module) -> type[nn.Module] | None:
     return max(sizes, key=sizes.__getitem__, default=None)
 
 
-def _outermost(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.Module]:
+def _outermost_blocks(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.Module]:
     found: list[nn.Module] = []
 
     def look(module: nn.Module) -> None:

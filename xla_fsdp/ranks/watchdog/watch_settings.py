@@ -37,7 +37,7 @@ class WatchSettings:
         return self.timeout * (_TIMES_AT_WORK if work or not steps else 1)
 
 
-def settings(timeout: float) -> WatchSettings | None:
+def watch_settings(timeout: float) -> WatchSettings | None:
     """From the environment, or else ``timeout`` of launch; ``None`` if off. Raises ValueError."""
     given = os.environ.get(VARIABLE, "")
     text = given.replace(" ", "").lower()
@@ -55,7 +55,7 @@ def settings(timeout: float) -> WatchSettings | None:
     )
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     """In one write: ``print`` may make two, which mix with other ranks'."""
     sys.stderr.write(f"xla_fsdp: {text}\n")
     sys.stderr.flush()

@@ -17,10 +17,10 @@ import numpy as np
 
 from ...tpu.links import wire_bytes
 from ...tpu.slices import Groups
-from ..records import KINDS, Collective
-from .hlo import Computation, Instruction, Module, Shape, Tuple, leaves, numbers
-from .places import Line, Place
-from .scopes import asked, scope
+from ..records import KINDS, CompiledCollective
+from .hlo import HloComputation, HloModule, Instruction, Shape, Tuple, leaves, numbers
+from .places import InlinedSchedule, Place
+from .scopes import asked, parse_scope
 
 # A rare kind counts as one that sends about the same bytes.
 _KINDS = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
@@ -59,28 +59,28 @@ def parse_groups(text: str) -> Groups:
             list(sizes).index(name) for name in (*(n for n in sizes if n not in along), *along)
         ]
         width = math.prod(sizes[name] for name in along)
-        return _rows(list(sizes.values()), order, width)
+        return _iota_groups(list(sizes.values()), order, width)
     if iota := _IOTA.fullmatch(text):
         *several, width = numbers(iota[1])  # a single number means one group
         dims = numbers(iota[2])
         order = list(numbers(iota[3]) if iota[3] else range(len(dims)))
         if sorted(order) != list(range(len(dims))) or math.prod(dims) != math.prod(several) * width:
             raise ValueError(f"replica groups {text!r} have inconsistent sizes")
-        return _rows(dims, order, width)
+        return _iota_groups(dims, order, width)
     if text and not re.fullmatch(r"\{(\s*\{[\d,\s]*\}\s*,?)*\s*\}", text):
         raise ValueError(f"replica groups in an unknown notation: {text[:120]!r}")
     groups = (numbers(g) for g in _GROUP.findall(text[1:-1]))
     return tuple(g for g in groups if g)
 
 
-def _rows(dims: Sequence[int], order: Sequence[int], width: int) -> Groups:
+def _iota_groups(dims: Sequence[int], order: Sequence[int], width: int) -> Groups:
     numbered = np.arange(math.prod(dims)).reshape(dims).transpose(order)
     return tuple(map(tuple, numbered.reshape(-1, width).tolist()))
 
 
 @dataclass(frozen=True)
 class Found:
-    collectives: list[Collective]
+    collectives: list[CompiledCollective]
     places: set[int]
     notes: list[str]
 
@@ -96,9 +96,9 @@ class _Open:
     done: int | None = None
 
 
-def find_collectives(line: Line) -> Found:
+def find_collectives(line: InlinedSchedule) -> Found:
     """Raises ValueError for groups it cannot read."""
-    search = _Search(line)
+    search = _CollectiveFinder(line)
     for place in line.places:
         search.visit(place)
     notes = [
@@ -111,8 +111,8 @@ def find_collectives(line: Line) -> Found:
     return Found(collectives, search.own, notes)
 
 
-class _Search:
-    def __init__(self, line: Line):
+class _CollectiveFinder:
+    def __init__(self, line: InlinedSchedule):
         self._module = line.module
         # Those that run: by (scope, name) of the instruction that started or forwarded them, or by
         # what the fusions with their parts share.
@@ -138,7 +138,7 @@ class _Search:
             if one is None:
                 return
             if opcode.endswith("-done"):
-                self._finish(place, one, leaves(instruction.shape))
+                self._close(place, one, leaves(instruction.shape))
                 return
             self._started[place.scope, instruction.name] = one
             if opcode == "custom-call-update" and not one.place.instruction.operands:
@@ -172,7 +172,7 @@ class _Search:
             running = self._in_parts.setdefault((core.opcode, core.op_name, str(core.shape)), [])
             if _DONE in marks:
                 if running:
-                    self._finish(place, running.pop(0), ())
+                    self._close(place, running.pop(0), ())
                 continue
             started = place.instruction.opcode in _BY_CALL or _START in marks
             if not started and running:
@@ -186,7 +186,7 @@ class _Search:
         self,
         place: Place,
         core: Instruction,
-        computation: Computation | None = None,
+        computation: HloComputation | None = None,
         results: tuple[Shape, ...] = (),
         asynchronous: bool = False,
         fused: bool = False,
@@ -202,12 +202,12 @@ class _Search:
             self.own.add(place.index)
         return one
 
-    def _finish(self, place: Place, one: _Open, results: tuple[Shape, ...]) -> None:
+    def _close(self, place: Place, one: _Open, results: tuple[Shape, ...]) -> None:
         one.done = place.index
         one.results = one.results or results
         self.own.add(place.index)
 
-    def _collectives_in(self, instruction: Instruction) -> list[tuple[Computation, Instruction]]:
+    def _collectives_in(self, instruction: Instruction) -> list[tuple[HloComputation, Instruction]]:
         if not instruction.called:
             return []
         computation = self._module.called_by(instruction)
@@ -220,7 +220,7 @@ class _Search:
         return found
 
 
-def _record(module: Module, one: _Open, last: int) -> Collective:
+def _record(module: HloModule, one: _Open, last: int) -> CompiledCollective:
     core, instruction = one.core, one.place.instruction
     between = _MEGASCALE.search(core.attributes) if core.opcode in ("send", "recv") else None
     if between:
@@ -251,8 +251,8 @@ def _record(module: Module, one: _Open, last: int) -> Collective:
     # Merged collectives have names only in the computation that adds.
     reducer = module.computations.get((core.attribute("to_apply") or "").lstrip("%"))
     names += [i.op_name for i in reducer.instructions] if reducer else []
-    labels = [label for label in map(scope, names) if any(label)] or [("", "")]
-    return Collective(
+    labels = [label for label in map(parse_scope, names) if any(label)] or [("", "")]
+    return CompiledCollective(
         index=one.place.index,
         done=one.place.index if not one.asynchronous else last if one.done is None else one.done,
         name=instruction.name,
@@ -283,7 +283,7 @@ def _emitter(instruction: Instruction) -> str:
     return " ".join(str(config[key]) for key in ("emitter", "strategy") if config.get(key))
 
 
-def _scatters(module: Module, one: _Open, emitter: str) -> bool:
+def _scatters(module: HloModule, one: _Open, emitter: str) -> bool:
     if "AllReduceScatter" in emitter:
         return True
     for computation in module.computations.values():
