@@ -20,7 +20,13 @@ from .collectives.host_data import as_data, fake_cpu_tensor
 from .ranks.rank import is_simulated_rank
 from .sharding.cpu_offload import HostShard
 from .sharding.layout import computed_in
-from .sharding.sharded_parameter import accumulate, local, on_local_parts
+from .sharding.sharded_parameter import (
+    accumulate,
+    accumulate_sums,
+    hooks_of,
+    local,
+    on_local_parts,
+)
 from .sharding.state import FSDPState
 from .tree import map_tensors, tensors_in
 
@@ -126,6 +132,8 @@ class HostGradients:
         self.device = device
         self.most = most
         self.pending: list[Pending] = []
+        # On the host, of shards with hooks: see `accumulate_sums`.
+        self.hooked: list[Pending] = []
         self.received = 0
         self._told: int | None = None  # the backward that will call `arrive`
 
@@ -139,9 +147,19 @@ class HostGradients:
 
     def forget(self) -> None:
         self.pending.clear()
+        self.hooked.clear()
 
     def arrive(self) -> None:
         """Runs the traced program, and gives every shard its gradient."""
+        self.fetch()
+        accumulate_sums(self.take_hooked())
+
+    def take_hooked(self) -> list[Pending]:
+        taken, self.hooked = self.hooked, []
+        return taken
+
+    def fetch(self) -> None:
+        """Runs the traced program, and gives every shard without hooks its gradient."""
         self._told = None
         if not self.pending:
             return
@@ -167,15 +185,20 @@ class HostGradients:
         """Fetches one piece while the piece before is added up; empties ``pending``."""
         pieces = self._pieces(pending)
         if len(pieces) == 1:
-            _add_up(*_copy_to_host(pieces.pop()))
+            self._add_up(*_copy_to_host(pieces.pop()))
             return
         with ThreadPoolExecutor(1, "fetch gradients") as pool:
             following = pool.submit(_copy_to_host, pieces.pop())
             while pieces:
                 fetched = following.result()
                 following = pool.submit(_copy_to_host, pieces.pop())
-                _add_up(*fetched)
-            _add_up(*following.result())
+                self._add_up(*fetched)
+            self._add_up(*following.result())
+
+    def _add_up(self, shards: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        for shard, value in zip(shards, values, strict=True):
+            value = value.to(shard.dtype)
+            self.hooked.append((shard, value)) if any(hooks_of(shard)) else accumulate(shard, value)
 
     def _pieces(self, pending: list[Pending]) -> list[list[Pending]]:
         pieces: list[list[Pending]] = []
@@ -192,11 +215,6 @@ class HostGradients:
 
 def _bytes(one: Pending) -> int:
     return one[1].numel() * one[1].dtype.itemsize
-
-
-def _add_up(shards: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    for shard, value in zip(shards, values, strict=True):
-        accumulate(shard, value.to(shard.dtype))
 
 
 def _copy_to_host(piece: list[Pending]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -22,6 +22,7 @@ from .comms import SecondaryShards
 from .freeing import Stamp, stamps
 from .gathering import Pass, computing, computing_passes, parameters_saved_as_recipes
 from .options import FSDPOptions
+from .sharded_parameter import accumulate_sums
 from .sharded_tensor import raise_replaced
 from .unit import NamedUnits, Unit
 from .user_checks import (
@@ -306,10 +307,11 @@ class FSDPState(Unit):
             for unit in units:  # full parameters would be outputs of the program
                 unit.leave_backward()
         for host in hosts:
-            host.arrive()
+            host.fetch()
         for unit in units:
             if unit.stream is not None:
                 unit.stream.traffic.wait()
+        accumulate_sums(pending for host in hosts for pending in host.take_hooked())
         if starts:
             xlac.start_program(self.world.device)
 
