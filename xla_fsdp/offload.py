@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
-from torch.autograd.function import once_differentiable
 
 from . import xlac
 from .collectives.host_data import as_data, fake_cpu_tensor
@@ -322,7 +321,6 @@ class _FirstNode(torch.autograd.Function):
         return tuple(torch.view_copy(tensor, tensor.shape) for tensor in tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.stream.end_backward()
         return None, *grads

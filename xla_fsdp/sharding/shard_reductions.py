@@ -18,7 +18,7 @@ from ..collectives.host_data import as_data
 from ..collectives.world import World
 from ..ranks.rank import is_simulated_rank
 from ..tree import map_tensors, tensors_in
-from .layout import ShardSpec, spec_of, unsupported
+from .layout import ShardedParameterError, ShardSpec, spec_of, unsupported
 
 _LABEL = "reduction over shards"
 
@@ -239,6 +239,13 @@ class NormsInAList(torch.Tensor):
         """What ``func`` returns, if every norm is that of one parameter."""
         pending = tensors_in((args, kwargs), PendingNorm)
         args, kwargs = PendingNorm.added_up((args, kwargs), listed=True)
+        if len({one.device for one in tensors_in((args, kwargs))}) > 1:
+            named = next((one._spec.name for one in pending if one._spec is not None), "")
+            raise ShardedParameterError(
+                "a list of norms has some of gradients on the host (cpu_offload) and some of "
+                f"gradients on the device, such as that of {named!r}. Call model.clip_grad_norm_, "
+                "which clips both, or torch.nn.utils.get_total_norm"
+            )
         found: torch.Tensor = func(*args, **kwargs)
         several = next((s for one in pending if (s := one._spec) is not None and s.several), None)
         if several is None:

@@ -421,7 +421,10 @@ def _result_of_hook(found: Any, spec: ShardSpec) -> Any:
 def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Handles ``copy_``, ``parameter.data = value`` and ``parameter.grad = value``."""
     own, value, *rest = args if len(args) > 1 else (*args, kwargs.pop("src"))
-    return func(own, _part(_name(func), spec_of(own), value), *rest, **kwargs)
+    part = _part(_name(func), spec_of(own), value)
+    if isinstance(part, torch.Tensor) and func.__name__ == "__set__":
+        part = part.to(own.device)  # as `copy_` does, which torch does not for attributes
+    return func(own, part, *rest, **kwargs)
 
 
 def _common_spec(name: str, tensors: Iterator[torch.Tensor]) -> ShardSpec | None:
