@@ -11,10 +11,17 @@ import torch_xla.runtime as xr
 from checkpoint_runs import Run
 from on_ranks import finish_step, on_each_rank, without_ranks
 from test_special_uses import inputs, mlp
+from torch import nn
 from zoo import Zoo, batches, loss_of
 
 import xla_fsdp
-from xla_fsdp import CPUOffload, scan_blocks
+from xla_fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    ShardedParameterError,
+    fully_shard,
+    scan_blocks,
+)
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.optim import LAMB, MasterWeights
 
@@ -213,19 +220,24 @@ def changed_by_hand(rank):
         for parameter in model.parameters():
             parameter.data = parameter.data + 0.125
 
+    def assigned_from_the_device():
+        for parameter in model.parameters():
+            parameter.data = parameter.grad = parameter.full_tensor() + 0.5
+
     before = output()
-    for change in (summoned, by_data, fused_step, loaded, assigned):
+    for change in (summoned, by_data, fused_step, loaded, assigned, assigned_from_the_device):
         change()
         now = output()
         assert not torch.allclose(now, before), change.__name__
         torch.testing.assert_close(now, expected(), rtol=1e-4, atol=1e-5)
         before = now
-    held += [parameter.data for parameter in model.parameters()]
-    torch.testing.assert_close(output(), before)
-    by_what_data_gave()
-    torch.testing.assert_close(output(), expected(), rtol=1e-4, atol=1e-5)
-    held.clear()
-    before = output()
+    for alias in (lambda p: p.data, lambda p: p.data.detach()):
+        held += map(alias, model.parameters())
+        torch.testing.assert_close(output(), before)
+        by_what_data_gave()
+        torch.testing.assert_close(output(), expected(), rtol=1e-4, atol=1e-5)
+        held.clear()
+        before = output()
     moved()
     torch.testing.assert_close(output(), before)
     model.bfloat16()  # rounded, and back at the address where the values were
@@ -236,6 +248,26 @@ def changed_by_hand(rank):
     fused_step()
     with pytest.raises(RuntimeError, match="was changed between a forward"):
         loss.backward()
+
+
+def cached_after_backward(rank):
+    model, plain = fully_shard(mlp(), offload_policy=CPUOffloadPolicy()), mlp()
+    model.set_reshard_after_backward(False)
+    model(inputs(rank).to("xla")).sum().backward()
+    for parameter in (*model.parameters(), *plain.parameters()):
+        parameter.data.mul_(0.5)
+    found = model(inputs(rank).to("xla")).detach().cpu()
+    torch.testing.assert_close(found, plain(inputs(rank)).detach())
+
+
+def some_on_the_device(rank):
+    layers = mlp()
+    model = FSDP(nn.Sequential(FSDP(layers[:2], cpu_offload=CPUOffload()), layers[2]))
+    model(inputs(rank).to("xla")).square().mean().backward()
+    with pytest.raises(ShardedParameterError, match=r"on the host .* model.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).cpu()
+    torch.testing.assert_close(model.clip_grad_norm_(0.1).cpu(), norm)
 
 
 def named_ones(rank):
@@ -328,6 +360,8 @@ def refused(rank):
 @on_each_rank(2)
 def test_uses_and_refusals(rank):
     changed_by_hand(rank)
+    cached_after_backward(rank)
+    some_on_the_device(rank)
     named_ones(rank)
     in_pieces(rank)
     refused(rank)

@@ -206,8 +206,9 @@ def test_values_are_full_tensors_and_files_have_plain_parts(rank):
     with torch.no_grad():
         p.copy_(full.to("xla"))
         close(p.full_tensor(), full)
-        p.data = (full * 2).to("xla")
-        close(p.full_tensor(), full * 2)
+        for device in ("xla", "cpu"):
+            p.data = (full * 2).to(device)
+            close(p.full_tensor(), full * 2)
         p.fill_(3)
         p[p > 2] = 4.0
         close(p.full_tensor(), torch.full((7, 5), 4.0))
@@ -216,9 +217,10 @@ def test_values_are_full_tensors_and_files_have_plain_parts(rank):
         close(p.full_tensor(), torch.full((7, 5), 5.0))
         p[...] = full.to("xla")
         close(p.full_tensor(), full)
-    p.grad = full.to("xla")
-    assert p.grad is p.grad
-    close(p.grad.full_tensor(), full)
+    for device in ("cpu", "xla"):
+        p.grad = full.to(device)
+        assert p.grad is p.grad
+        close(p.grad.full_tensor(), full)
     twin = copy.deepcopy(p)
     assert type(twin) is type(p) and twin.note == "of the user" and twin.grad is None
     close(twin.full_tensor(), full)

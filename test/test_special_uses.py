@@ -13,10 +13,11 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from on_ranks import finish_step, on_each_rank
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import checkpoint_module, scan_blocks
+from xla_fsdp import checkpoint_module, fully_shard, scan_blocks
 from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 from xla_fsdp.layers import all_gather_with_grad
 from xla_fsdp.ranks.rank import current_rank
@@ -90,6 +91,29 @@ def test_several_forwards_before_one_backward(rank, reshard):
     loss.backward()
     sum(plain(inputs_of_all(step)).square().mean() for step in range(3)).backward()
     assert_same_gradients(model, plain)
+
+
+class Transposed(nn.Module):
+    def forward(self, weight):
+        return weight.T
+
+
+@on_each_rank(2)
+def test_cached_parametrizations(rank):
+    """What ``parametrize.cached`` stores may be a view of a parameter that is freed."""
+
+    def model():
+        found = mlp()
+        for layer in (found[0], found[1][0]):
+            parametrize.register_parametrization(layer, "weight", Transposed())
+        return found
+
+    for wrap in (lambda found: wrapped(found, "1"), fully_shard):
+        plain, ours = model(), wrap(model())
+        with parametrize.cached():
+            sum(ours(inputs(rank, step).to("xla")).square().mean() for step in range(2)).backward()
+            sum(plain(inputs_of_all(step)).square().mean() for step in range(2)).backward()
+        assert_same_gradients(ours, plain)
 
 
 class Twice(nn.Module):

@@ -188,6 +188,18 @@ def wrappers_in_wrappers():
     assert_same_gradients(found, expected)
 
 
+def gradients_of_input_gradients():
+    torch.manual_seed(1)
+    expected = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block())
+    found = FSDP(nn.Sequential(*(FSDP(one, **streaming()) for one in copy.deepcopy(expected))))
+    for model, device in ((expected, "cpu"), (found, "xla")):
+        x = torch.ones(4, WIDTH).to(device).requires_grad_()
+        for _ in range(2):
+            (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+            gradient.square().mean().backward()
+    assert_same_gradients(found, expected)
+
+
 def hooks(rank):
     options = streaming()
     model = FSDP(nn.Sequential(FSDP(Block(), **options), FSDP(Block(), **options)), **options)
@@ -225,6 +237,7 @@ def test_uses_and_refusals(rank):
     dropout_is_replayed()
     checkpoints_around_wrappers()
     wrappers_in_wrappers()
+    gradients_of_input_gradients()
     hooks(rank)
     refusals()
 

@@ -24,8 +24,8 @@ from test_special_uses import (
 )
 from torch import nn
 
+from xla_fsdp import CPUOffload, checkpoint_module
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import checkpoint_module
 
 
 class Adapted(nn.Module):
@@ -68,6 +68,8 @@ def wrap(kind, model):
     if kind == "checkpointed":
         for name in UNITS:
             checkpoint_module(model.get_submodule(name))
+    if kind in ("offload", "streamed"):
+        return wrapped(model, *UNITS, cpu_offload=CPUOffload(stream=kind == "streamed"))
     return wrapped(model, *UNITS, reshard_after_forward=kind != "zero2")
 
 
@@ -156,6 +158,8 @@ def hooked(model, log):
     named["head.bias"].register_post_accumulate_grad_hook(seen("head.bias"))
     named["blocks.1.up.weight"].register_post_accumulate_grad_hook(halve)
     named["value.bias"].register_hook(lambda grad: grad * 3)
+    # Tied, and used by several passes: not linear, so it must get the sum of all gradients.
+    named["embed.weight"].register_hook(lambda grad: grad.clamp(-0.01, 0.01))
 
     def halved(module, of_inputs, of_outputs):
         log.append((type(module).__name__, len(of_inputs), len(of_outputs)))
@@ -196,16 +200,19 @@ def test_hooks_are_called_in_their_order(rank):
     assert_same_backward(model, plain, rank)
 
 
-@pytest.mark.parametrize("ranks, kind", [(2, "root"), (4, "nested"), (2, "zero2")])
+@pytest.mark.parametrize(
+    "ranks, kind", [(2, "root"), (4, "nested"), (2, "zero2"), (2, "offload"), (2, "streamed")]
+)
 @on_each_rank(timeout=1500)
 def test_hooks_see_and_change_what_plain_torch_gives_them(rank, kind):
     plain, model = Model(), wrap(kind, Model())
     theirs, ours = [], []
     hooked(plain, theirs), hooked(model, ours)
     for step in range(2):
-        summed_losses(model, inputs(rank, step).to("xla"), step)
-        summed_losses(plain, inputs_of_all(step), step)
-        assert_same_gradients(model, plain)
+        for loop in (summed_losses, preferences):
+            loop(model, inputs(rank, step).to("xla"), step)
+            loop(plain, inputs_of_all(step), step)
+            assert_same_gradients(model, plain)
 
     def kinds(log):
         return sorted(str(entry[1:]) for entry in log)
@@ -255,12 +262,13 @@ def test_optimizers_in_the_backward(rank):
 
                 parameter.register_post_accumulate_grad_hook(step)
 
-    for kind in ("root", "nested"):
+    for kind in ("root", "nested", "offload", "streamed"):
         plain, model = Model(), wrap(kind, Model())
         prepare(plain), prepare(model)
         for step in range(3):
-            summed_losses(model, inputs(rank, step).to("xla"), step)
-            summed_losses(plain, inputs_of_all(step), step)
+            loop = preferences if step == 1 else summed_losses
+            loop(model, inputs(rank, step).to("xla"), step)
+            loop(plain, inputs_of_all(step), step)
             torch_xla.sync()
         found = whole(model, model.state_dict())
         torch.testing.assert_close(found, plain.state_dict(), rtol=1e-4, atol=1e-5)

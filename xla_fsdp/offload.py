@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
-from torch.autograd.function import once_differentiable
 
 from . import xlac
 from .collectives.host_data import as_data, fake_cpu_tensor
@@ -21,7 +20,13 @@ from .ranks.autograd_thread import in_backward
 from .ranks.rank import is_simulated_rank
 from .sharding.cpu_offload import HostShard
 from .sharding.layout import computed_in
-from .sharding.sharded_parameter import accumulate, local, on_local_parts
+from .sharding.sharded_parameter import (
+    accumulate,
+    accumulate_sums,
+    hooks_of,
+    local,
+    on_local_parts,
+)
 from .sharding.state import FSDPState
 from .tree import map_tensors, tensors_in
 
@@ -134,16 +139,14 @@ class HostGradients:
         self.device = device
         self.most = most
         self.pending: list[Pending] = []
+        # On the host, of shards with hooks: see `accumulate_sums`.
+        self.hooked: list[Pending] = []
         self.received = 0
         self._told: int | None = None  # the backward that will call `arrive`
 
     def take(self, shard: torch.Tensor, grad: torch.Tensor) -> None:
         """Adds ``grad``, on the device, to the gradient of ``shard`` when the backward ends."""
         assert isinstance(shard, HostShard)
-        for number, (known, before) in enumerate(self.pending):
-            if known is shard:  # hooks are called once in a backward
-                self.pending[number] = shard, before.to(shard.dtype) + grad
-                return
         self.pending.append((shard, grad))
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._told):
@@ -154,9 +157,19 @@ class HostGradients:
 
     def forget(self) -> None:
         self.pending.clear()
+        self.hooked.clear()
 
     def arrive(self) -> None:
         """Runs the traced program, and gives every shard its gradient."""
+        self.fetch()
+        accumulate_sums(self.take_hooked())
+
+    def take_hooked(self) -> list[Pending]:
+        taken, self.hooked = self.hooked, []
+        return taken
+
+    def fetch(self) -> None:
+        """Runs the traced program, and gives every shard without hooks its gradient."""
         self._told = None
         if not self.pending:
             return
@@ -182,15 +195,20 @@ class HostGradients:
         """Fetches one piece while the piece before is added up; empties ``pending``."""
         pieces = self._pieces(pending)
         if len(pieces) == 1:
-            _add_up(*_copy_to_host(pieces.pop()))
+            self._add_up(*_copy_to_host(pieces.pop()))
             return
         with ThreadPoolExecutor(1, "fetch gradients") as pool:
             following = pool.submit(_copy_to_host, pieces.pop())
             while pieces:
                 fetched = following.result()
                 following = pool.submit(_copy_to_host, pieces.pop())
-                _add_up(*fetched)
-            _add_up(*following.result())
+                self._add_up(*fetched)
+            self._add_up(*following.result())
+
+    def _add_up(self, shards: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        for shard, value in zip(shards, values, strict=True):
+            value = value.to(shard.dtype)
+            self.hooked.append((shard, value)) if any(hooks_of(shard)) else accumulate(shard, value)
 
     def _pieces(self, pending: list[Pending]) -> list[list[Pending]]:
         pieces: list[list[Pending]] = []
@@ -207,11 +225,6 @@ class HostGradients:
 
 def _bytes(one: Pending) -> int:
     return one[1].numel() * one[1].dtype.itemsize
-
-
-def _add_up(shards: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    for shard, value in zip(shards, values, strict=True):
-        accumulate(shard, value.to(shard.dtype))
 
 
 def _copy_to_host(piece: list[Pending]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -314,7 +327,6 @@ class _FirstNode(torch.autograd.Function):
         return tuple(torch.view_copy(tensor, tensor.shape) for tensor in tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.stream.end_backward()
         return None, *grads

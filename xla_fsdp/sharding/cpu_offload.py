@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
 import torch
 
 from .freeing import Stamp, stamps
-from .sharded_parameter import ShardedParameter
+from .sharded_parameter import ShardedParameter, on_local_parts
 
 
 @dataclass(frozen=True)
@@ -65,31 +64,44 @@ class CPUOffload:
 class HostShard(ShardedParameter):
     """A parameter on the CPU with a copy on the device, which must be updated after changes.
 
-    torch does not count changes through ``.data``, so this class remembers what it returned.
+    torch does not count changes through the results of ``.data``, so this class counts these.
     """
 
     @property
     def data(self) -> torch.Tensor:
+        self._count()
         alias: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        given, times = vars(self).get(ALIASES, ((), 0))
-        alive = [one for one in given if one() is not None]
-        vars(self)[ALIASES] = ([*alive, weakref.ref(alias)], times + 1)
         return alias
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        self._count()  # the new address may equal the address of values that are freed
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        # The new address may equal the address of values that are freed.
-        given, times = vars(self).get(ALIASES, ((), 0))
-        vars(self)[ALIASES] = (given, times + 1)
+
+    def _count(self) -> None:
+        vars(self)[_ALIASES] = vars(self).get(_ALIASES, 0) + 1
 
     def state(self) -> object:
         """Equals an earlier value only if the parameter has not changed in between."""
-        given, times = vars(self).get(ALIASES, ((), 0))
-        if any(one() is not None for one in given):
-            return object()  # an alias may change the values at any time
+        aliases = vars(self).get(_ALIASES, 0)
+        if aliases and _is_storage_shared(self):
+            return object()  # an alias, or one of it, may change the values at any time
         stamp: Stamp = stamps([self])[0]
-        return stamp, self.dtype, times
+        return stamp, self.dtype, aliases
+
+
+# On a shard: how often `.data` was read or assigned.
+_ALIASES = "_xla_fsdp_aliases"
+
+
+def _is_storage_shared(tensor: torch.Tensor) -> bool:
+    with on_local_parts():
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 1
+
+
+def state_of(shard: torch.Tensor) -> object:
+    """Equals an earlier value only if ``shard`` has not changed in between."""
+    return shard.state() if isinstance(shard, HostShard) else stamps([shard])[0]
 
 
 def on_host(value: torch.Tensor) -> torch.Tensor:
@@ -105,7 +117,3 @@ def stay_on_host(
     """``fn``, but ``shards`` on the host stay there, with their gradients."""
     stay = {id(one) for s in shards if isinstance(s, HostShard) for one in (s, s.grad)}
     return lambda tensor: fn(tensor).cpu() if id(tensor) in stay else fn(tensor)
-
-
-# Set on a shard: weak references to the results of `.data`, and how many there were.
-ALIASES = "_xla_fsdp_aliases"

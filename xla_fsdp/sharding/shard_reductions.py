@@ -20,7 +20,7 @@ from ..collectives.host_data import as_data, fake_cpu_tensor
 from ..collectives.world import World
 from ..ranks.rank import is_simulated_rank
 from ..tree import map_tensors, tensors_in
-from .layout import ShardSpec, spec_of, unsupported
+from .layout import ShardedParameterError, ShardSpec, spec_of, unsupported
 
 _LABEL = "reduction over shards"
 
@@ -241,6 +241,13 @@ class PendingNorm(torch.Tensor):
     def _stack(cls, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
         pending = tensors_in((args, kwargs), cls)
         args, kwargs = cls.added_up((args, kwargs), stacked=True)
+        if len({one.device for one in tensors_in((args, kwargs))}) > 1:
+            named = next((one._spec.name for one in pending if one._spec is not None), "")
+            raise ShardedParameterError(
+                "a list of norms has some of gradients on the host (cpu_offload) and some of "
+                f"gradients on the device, such as that of {named!r}. Call model.clip_grad_norm_, "
+                "which clips both, or torch.nn.utils.get_total_norm"
+            )
         found: torch.Tensor = func(*args, **kwargs)
         for one in pending:
             if one._spec is not None and one._spec.several:

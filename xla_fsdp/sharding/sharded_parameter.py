@@ -365,7 +365,10 @@ def _result_of_hook(found: Any, spec: ShardSpec) -> Any:
 def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Handles ``copy_``, ``parameter.data = value`` and ``parameter.grad = value``."""
     own, value, *rest = args if len(args) > 1 else (*args, kwargs.pop("src"))
-    return func(own, _part(operation_name(func), spec_of(own), value), *rest, **kwargs)
+    part = _part(operation_name(func), spec_of(own), value)
+    if isinstance(part, torch.Tensor) and func.__name__ == "__set__":
+        part = part.to(own.device)  # as `copy_` does, which torch does not for attributes
+    return func(own, part, *rest, **kwargs)
 
 
 def _common_spec(name: str, tensors: Iterable[torch.Tensor]) -> ShardSpec | None:
@@ -603,11 +606,18 @@ def reduced_grad(parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad
 
 
+def hooks_of(shard: torch.Tensor) -> tuple[list[Callable], list[Callable]]:
+    """The hooks that get a gradient, and those after it was accumulated."""
+    after = getattr(shard, "_post_accumulate_grad_hooks", None) or {}
+    return list((shard._backward_hooks or {}).values()), list(after.values())
+
+
 def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
     """Adds ``grad`` to the gradient of ``shard`` as autograd would, with hooks."""
     spec = spec_of(shard)
     grad = grad if spec is None else as_sharded(grad, spec)
-    for hook in list((shard._backward_hooks or {}).values()):
+    before_sum, after_sum = hooks_of(shard)
+    for hook in before_sum:
         changed = hook(grad)
         grad = grad if changed is None else changed
     # Autograd's own gradient, of a penalty, is a plain tensor; and what `no_sync` stores stays.
@@ -617,5 +627,17 @@ def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
             before.add_(grad)
         else:
             shard.grad = grad if before is None else before + grad
-    for hook in list((getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values()):
+    for hook in after_sum:
         hook(shard)
+
+
+def accumulate_sums(given: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Accumulates the sum of each shard's gradients: autograd calls hooks once in a backward.
+
+    Several passes or units may have used a shard. The gradients, on the host, are changed.
+    """
+    sums: dict[torch.Tensor, torch.Tensor] = {}
+    for shard, grad in given:
+        sums[shard] = sums[shard].add_(grad) if shard in sums else grad
+    for shard, total in sums.items():
+        accumulate(shard, total)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from .. import xlac
 from ..collectives.order import Event, Order
@@ -20,9 +21,11 @@ from ..ranks.autograd_thread import in_backward
 from ..tree import cast_floats, map_tensors, tensors_in
 from .comm_plan import gather_waits
 from .comms import SecondaryShards
-from .freeing import Stamp, stamps
+from .cpu_offload import state_of
+from .freeing import stamps
 from .gathering import Pass, computing, computing_passes, parameters_saved_as_recipes
 from .options import FSDPOptions
+from .sharded_parameter import accumulate_sums
 from .sharded_tensor import raise_replaced
 from .unit import NamedUnits, Unit
 from .user_checks import (
@@ -69,9 +72,9 @@ class FSDPState(Unit):
         self.caches_after_backward = False
         self._caches_by_hand = False
         self._secondaries: list[weakref.ref[SecondaryShards]] = []
-        # Gathered last, with the stamps of their shards.
+        # Gathered last, with the states of their shards.
         self._cached: list[torch.Tensor] | None = None
-        self._cached_of: list[Stamp] = []
+        self._cached_of: list[object] = []
         self._syncs = self._all_reduces = True
         # By autograd graph task: checkpointed layers run a backward inside the outer one.
         self._backward: dict[int, list[Pass]] = {}
@@ -198,6 +201,7 @@ class FSDPState(Unit):
     def _end(self, one: Pass, keep: bool) -> None:
         self.computing -= 1
         self._restore()
+        _forget_cached_parametrizations(self.module)
         if not keep:
             one.reshard()
         if self._frees_after_forward:
@@ -307,10 +311,11 @@ class FSDPState(Unit):
             for unit in units:  # full parameters would be outputs of the program
                 unit.leave_backward()
         for host in hosts:
-            host.arrive()
+            host.fetch()
         for unit in units:
             if unit.stream is not None:
                 unit.stream.traffic.wait()
+        accumulate_sums(pending for host in hosts for pending in host.take_hooked())
         if starts:
             xlac.start_program(self.world.device)
 
@@ -339,7 +344,7 @@ class FSDPState(Unit):
             return self.comms.gather(*given)
         if self._cached is None or self._cache_is_stale():
             self._cached = self.comms.gather(*given)
-            self._cached_of = stamps(self.shards)
+            self._cached_of = [state_of(shard) for shard in self.shards]
         return [torch.view_copy(full, full.shape) for full in self._cached]
 
     def reduce(
@@ -352,7 +357,7 @@ class FSDPState(Unit):
         return shards
 
     def _cache_is_stale(self) -> bool:
-        return self._cached_of != stamps(self.shards)
+        return self._cached_of != [state_of(shard) for shard in self.shards]
 
     def _drop_cache(self) -> None:
         self._caches_by_hand, self._cached = False, None
@@ -436,6 +441,15 @@ class FSDPState(Unit):
             self.options, reshard_after_forward=reshards, disable_reshard_on_root=False
         )
         self.secondary_world = None
+
+
+def _forget_cached_parametrizations(root: nn.Module) -> None:
+    """In torch's ``parametrize.cached()``: what it stores may be a parameter that is freed."""
+    if parametrize._cache:
+        inside = set(map(id, root.modules()))
+        for key in list(parametrize._cache):
+            if key[0] in inside:
+                del parametrize._cache[key]
 
 
 def unit_of(module: nn.Module) -> FSDPState | None:
