@@ -10,8 +10,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import finish_step, on_each_rank, without_ranks
-from test_comm_hooks import full, hybrid
-from test_special_uses import inputs, mlp, trace_as_on_tpu, wrapped
+from small_models import full, hybrid, inputs, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import ShardedParameterError, fully_shard, plan, scan_blocks

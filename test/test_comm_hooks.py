@@ -6,17 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from on_ranks import finish_step, on_each_rank, without_ranks
 from planned import training_step
-from test_special_uses import trace_as_on_tpu, wrapped
+from small_models import full, hybrid, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module, comm_hooks, plan
 from xla_fsdp.comm_hooks import bf16_compress_hook
-from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 
 WIDTH, STEPS, RATE = 16, 3, 0.1
 
@@ -70,24 +68,6 @@ def sharded(rank: int, state, hook, over="all", **options: Any) -> dict[str, tor
     model.register_comm_hook(state, hook, over)
     train(rank, model)
     return full(model, dict(model.named_parameters()))
-
-
-def full(model, tensors) -> dict[str, torch.Tensor]:
-    """As ``whole``, where replicas must hold the same."""
-    mine = {name: value.to_local().cpu() for name, value in tensors.items()}
-    ranks, size = xm.mesh_reduce("full", mine, list), model.world_size
-    for number, one in enumerate(ranks):
-        torch.testing.assert_close(one, ranks[number % size], rtol=0, atol=0)
-    return consolidate_sharded_state_dicts(ranks[:size], model.get_shard_metadata())
-
-
-def hybrid(rank: int) -> dict[str, Any]:
-    return {
-        "sharding_groups": [[0, 1], [2, 3]],
-        "sharding_rank": rank % 2,
-        "sharding_world_size": 2,
-        "replication_groups": [[0, 2], [1, 3]],
-    }
 
 
 def assert_close(found, expected, tolerance=2e-4) -> None:

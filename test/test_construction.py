@@ -9,10 +9,10 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank
-from test_comm_hooks import hybrid
-from test_special_uses import (
+from small_models import (
     WIDTH,
     assert_same_gradients,
+    hybrid,
     inputs,
     inputs_of_all,
     mlp,

@@ -7,7 +7,7 @@ import torch
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank
 from safetensors.torch import save_file
-from test_special_uses import WIDTH, assert_same_gradients, inputs, whole
+from small_models import WIDTH, assert_same_gradients, inputs, whole
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP

@@ -9,7 +9,7 @@ import torch_xla.runtime as xr
 from on_ranks import on_each_rank
 from rank_warnings import every_rank_warns
 from safetensors.torch import save_file
-from test_special_uses import WIDTH, inputs, trace_as_on_tpu, whole
+from small_models import WIDTH, inputs, trace_as_on_tpu, whole
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP

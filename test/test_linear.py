@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 from on_ranks import on_each_rank
-from test_special_uses import trace_as_on_tpu
+from small_models import trace_as_on_tpu
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 

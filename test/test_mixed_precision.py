@@ -8,7 +8,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank
-from test_special_uses import WIDTH, gradients, inputs, trace_as_on_tpu
+from small_models import WIDTH, gradients, inputs, trace_as_on_tpu
 from torch import nn
 
 from xla_fsdp import MixedPrecision, full_state_dict, scan_blocks

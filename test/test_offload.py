@@ -10,7 +10,7 @@ import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from checkpoint_runs import Run
 from on_ranks import finish_step, on_each_rank, without_ranks
-from test_special_uses import inputs, mlp
+from small_models import inputs, mlp
 from zoo import Zoo, batches, loss_of
 
 import xla_fsdp

@@ -9,8 +9,7 @@ import torch_xla.debug.metrics as met
 from lazy_modules import torch_xla, xm, xr
 from on_ranks import on_each_rank, without_ranks
 from rank_warnings import every_rank_warns
-from test_comm_hooks import hybrid
-from test_special_uses import whole
+from small_models import hybrid, whole
 from torch import nn
 
 import xla_fsdp.optim

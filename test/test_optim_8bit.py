@@ -4,8 +4,8 @@ import pytest
 import torch
 from lazy_modules import torch_xla
 from on_ranks import on_each_rank
+from small_models import whole
 from test_optim import gradients, plain, put_gradients, train_plain, weights, wrapped
-from test_special_uses import whole
 
 from xla_fsdp.optim import AdamW8bit, adam8bit
 

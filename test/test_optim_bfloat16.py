@@ -8,8 +8,8 @@ import pytest
 import test_optim
 import torch
 from lazy_modules import torch_xla
+from small_models import whole
 from test_optim import Block, Model, gradients, put_gradients, put_plain_gradients, weights
-from test_special_uses import whole
 from torch import nn
 
 import xla_fsdp

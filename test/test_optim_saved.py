@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_models import whole
 from test_optim import EVERY, Block, plain, train, train_plain, wrapped
-from test_special_uses import whole
 
 import xla_fsdp
 from xla_fsdp.consolidate.errors import ModelMismatchError

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from on_ranks import on_each_rank
-from test_special_uses import mlp
+from small_models import mlp
 from torch import nn
 
 import xla_fsdp

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lazy_modules import torch_xla
 from on_ranks import on_each_rank
-from test_special_uses import (
+from small_models import (
     assert_same_gradients,
     inputs,
     inputs_of_all,

@@ -12,8 +12,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, without_ranks
 from planned import training_step
-from test_comm_hooks import hybrid
-from test_special_uses import trace_as_on_tpu
+from small_models import hybrid, trace_as_on_tpu
 from torch import nn
 from zoo import Attention
 

@@ -6,8 +6,8 @@ import torch
 import torch_xla
 from on_ranks import finish_step, on_each_rank, without_ranks
 from planned import training_step
-from test_comm_hooks import RATE, STEPS, assert_close, hybrid, train
-from test_special_uses import trace_as_on_tpu
+from small_models import hybrid, trace_as_on_tpu
+from test_comm_hooks import RATE, STEPS, assert_close, train
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP

@@ -9,7 +9,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
-from test_comm_hooks import hybrid
+from small_models import hybrid
 from torch import nn
 
 import xla_fsdp

@@ -10,7 +10,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
 from rank_warnings import warnings_of_ranks
-from test_special_uses import (
+from small_models import (
     WIDTH,
     assert_same_backward,
     assert_same_gradients,

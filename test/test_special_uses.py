@@ -3,197 +3,136 @@
 import collections
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from on_ranks import finish_step, on_each_rank
+from small_models import (
+    WIDTH,
+    Computes,
+    assert_same_backward,
+    assert_same_gradients,
+    here,
+    inputs,
+    inputs_of_all,
+    mean_square,
+    mlp,
+    whole,
+    wrapped,
+)
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module, scan_blocks
-from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 from xla_fsdp.layers import all_gather_with_grad
-from xla_fsdp.ranks.rank import current_rank
-from xla_fsdp.sharding.sharded_parameter import local
-
-WIDTH = 6
 
 
-def mlp() -> nn.Sequential:
-    torch.manual_seed(2)
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH),
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
-        nn.Linear(WIDTH, 3),
-    )
+def several_forwards(model, x):
+    return sum(mean_square(model, x * factor) for factor in (1.0, 0.5, -2.0))
 
 
-def wrapped(model: nn.Module, *children: str, **options):
-    for child in children:
-        parent = model.get_submodule(child.rpartition(".")[0])
-        setattr(parent, child.rpartition(".")[2], FSDP(model.get_submodule(child), **options))
-    return FSDP(model, **options)
+def with_saved_tensors_on_the_host(model, x):
+    """Autograd calls these hooks within operators."""
+    with torch.autograd.graph.save_on_cpu():
+        return mean_square(model, x)
 
 
-def trace_as_on_tpu(on_tpu: bool = True) -> None:
-    """Until the launch is over, this rank traces what a TPU would get, if ``on_tpu``."""
-    current_rank().as_on_tpu |= on_tpu
+def twice(checkpointed=False):
+    """The same unit twice, and an output that nothing uses."""
+    torch.manual_seed(4)
 
-
-def inputs(rank: int, step: int = 0) -> torch.Tensor:
-    """Two rows for each rank; every rank can make every other's."""
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def inputs_of_all(step: int = 0) -> torch.Tensor:
-    return torch.cat([inputs(rank, step) for rank in range(xr.world_size())])
-
-
-def whole(model, tensors) -> dict[str, torch.Tensor]:
-    """Full tensors by name, from this rank's shards: gathered through the ranks' rendezvous."""
-    mine = {name: local(value).detach().cpu() for name, value in tensors.items()}
-    ranks = xm.mesh_reduce("whole", mine, lambda values: values)
-    return consolidate_sharded_state_dicts(ranks, model.get_shard_metadata())
-
-
-def gradients(model) -> dict[str, torch.Tensor]:
-    named = model.named_parameters(remove_duplicate=False)
-    return whole(model, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named})
-
-
-def assert_same_gradients(model, plain: nn.Module) -> None:
-    torch_xla.sync()
-    ours = gradients(model)
-    for name, parameter in plain.named_parameters(remove_duplicate=False):
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-6)
-
-
-def assert_same_backward(model, plain: nn.Module, rank: int) -> None:
-    model(inputs(rank).to("xla")).square().mean().backward()
-    plain(inputs_of_all()).square().mean().backward()
-    assert_same_gradients(model, plain)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@on_each_rank(2)
-def test_several_forwards_before_one_backward(rank, reshard):
-    plain = mlp()
-    model = wrapped(mlp(), "1", reshard_after_forward=reshard)
-    loss = sum(model(inputs(rank, step).to("xla")).square().mean() for step in range(3))
-    loss.backward()
-    sum(plain(inputs_of_all(step)).square().mean() for step in range(3)).backward()
-    assert_same_gradients(model, plain)
-
-
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(4)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.fork = Fork()
-
-    def forward(self, x):
+    def compute(self, x):
         used, _unused = self.fork(torch.tanh(self.layer(x)))
         return self.layer(used)
 
-
-class Fork(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left = nn.Linear(WIDTH, WIDTH)
-        self.right = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.left(x), self.right(x)
+    layer, left, right = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    fork = Computes(lambda self, x: (self.left(x), self.right(x)), left=left, right=right)
+    parts = [checkpoint_module(one) if checkpointed else one for one in (layer, fork)]
+    return Computes(compute, layer=parts[0], fork=parts[1])
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    "build, units, loss_of",
+    [
+        (mlp, ["1"], several_forwards),
+        (mlp, ["1"], with_saved_tensors_on_the_host),
+        (twice, ["layer", "fork"], mean_square),
+        (functools.partial(twice, checkpointed=True), ["layer", "fork"], mean_square),
+    ],
+    ids=["several forwards", "saved tensors on the host", "twice", "twice, checkpointed"],
+)
 @on_each_rank(2)
-def test_the_same_unit_twice_and_an_unused_output(rank, reshard, checkpointed):
-    plain, model = Twice(), Twice()
-    if checkpointed:
-        checkpoint_module(model.layer)
-        checkpoint_module(model.fork)
-    model = wrapped(model, "layer", "fork", reshard_after_forward=reshard)
-    assert_same_backward(model, plain, rank)
+def test_forwards_of_a_loss(rank, build, units, loss_of, reshard):
+    model = wrapped(build(), *units, reshard_after_forward=reshard)
+    plain = twice() if "layer" in units else build()
+    assert_same_backward(model, plain, rank, loss_of)
 
 
-def contrastive(features):
-    logits = F.normalize(features) @ F.normalize(features).T * 3
+def contrastive(model, x):
+    features = F.normalize(model(x))
+    logits = features @ features.T * 3
     return F.cross_entropy(logits, torch.arange(len(features)).to(logits.device))
 
 
 @pytest.mark.parametrize("dim", [0, -1])
 @on_each_rank(2)
 def test_a_loss_over_the_examples_of_all_ranks(rank, dim):
-    class Gathers(nn.Module):
-        def forward(self, x):
-            return all_gather_with_grad(x.movedim(0, dim), dim).movedim(dim, 0)
+    def gather(self, x):
+        return all_gather_with_grad(x.movedim(0, dim), dim).movedim(dim, 0)
 
-    plain, model = mlp(), mlp()
-    model.append(checkpoint_module(Gathers()))
+    model = mlp()
+    model.append(checkpoint_module(Computes(gather)))
     model = wrapped(model, "1")
-    loss = contrastive(model(inputs(rank).to(torch_xla.device())))
-    loss.backward()
-    full = contrastive(plain(inputs_of_all()))
-    full.backward()
-    torch_xla.sync()
-    torch.testing.assert_close(loss.detach().cpu(), full.detach())
-    assert_same_gradients(model, plain)
+    assert_same_backward(model, mlp(), rank, contrastive)
+    loss = contrastive(model, here(rank))
+    torch.testing.assert_close(loss.cpu(), contrastive(mlp(), inputs_of_all()))
     for wrong, match in ((torch.ones(2), "on the XLA device"), (loss, "without dimensions")):
         with pytest.raises(ValueError, match=match):
             all_gather_with_grad(wrong)
-
-
-class Trip(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.when = None
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = self.linear(x)
-        if self.when == "forward":
-            raise ZeroDivisionError("in forward")
-        if self.when == "backward" and x.requires_grad:
-            x.register_hook(self.trip)
-        return torch.tanh(x)
-
-    def trip(self, grad):
-        raise ZeroDivisionError("in backward")
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @on_each_rank(2)
 def test_an_exception_leaves_nothing_behind(rank, when, checkpointed):
+    def fail(*given):
+        raise ZeroDivisionError
+
+    def compute(self, x):
+        x = self.linear(x)
+        if self.when == "forward":
+            fail()
+        if self.when == "backward" and x.requires_grad:
+            x.register_hook(fail)
+        return torch.tanh(x)
+
     def build():
         torch.manual_seed(6)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Trip(), nn.Linear(WIDTH, 3))
+        first, own, last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        return nn.Sequential(first, Computes(compute, linear=own, when=None), last)
+
+    def shapes():
+        kinds = dict(model.named_parameters()), model.state_dict()
+        return [{name: value.shape for name, value in kind.items()} for kind in kinds]
 
     plain, model = build(), build()
     trip = model[1]
     if checkpointed:
         checkpoint_module(trip)
     model = wrapped(model, "0", "1")
-    names = [name for name, _ in model.named_parameters()]
-    shapes = [p.shape for p in model.parameters()]
-    shard_shapes = {name: value.shape for name, value in model.state_dict().items()}
+    before = shapes()
     trip.when = when
     with pytest.raises(ZeroDivisionError):
-        model(inputs(rank).to("xla")).square().mean().backward()
+        mean_square(model, here(rank)).backward()
     trip.when = None
-    assert [name for name, _ in model.named_parameters()] == names
-    assert [p.shape for p in model.parameters()] == shapes
-    assert {n: v.shape for n, v in model.state_dict().items()} == shard_shapes
+    assert shapes() == before
     model.zero_grad()
     assert_same_backward(model, plain, rank)
 
@@ -220,19 +159,17 @@ OUTPUTS = {
 }
 
 
-class Structured(nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        torch.manual_seed(7)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.make = make
+def structured(make):
+    torch.manual_seed(7)
 
-    def forward(self, x, *, scale=1.0, extra=None):
+    def compute(self, x, *, scale=1.0, extra=None):
         x = x["x"][0]
         y = self.linear(x.data if isinstance(x, PackedSequence) else x) * scale
         if extra is not None:
             y = y + extra.first
-        return self.make(torch.tanh(y))  # of which the backward needs the values
+        return make(torch.tanh(y))  # of which the backward needs the values
+
+    return Computes(compute, linear=nn.Linear(WIDTH, WIDTH))
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -241,7 +178,7 @@ class Structured(nn.Module):
 def test_structured_inputs_and_outputs(rank, kind, checkpointed):
     dtype = torch.bfloat16 if kind in ("dict", "packed") else None
     make, tensor_of = OUTPUTS[kind]
-    plain, model = Structured(make), Structured(make)
+    plain, model = structured(make), structured(make)
     if checkpointed:
         checkpoint_module(model)
     model = wrapped(model, compute_dtype=dtype)
@@ -252,14 +189,10 @@ def test_structured_inputs_and_outputs(rank, kind, checkpointed):
     out = model(given, scale=0.5, extra=Pair(extra.to("xla"), "text"))
     expected = plain({"x": (x, None)}, scale=0.5, extra=Pair(extra, "text"))
     assert type(out) is type(expected)
-    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype else {"rtol": 1e-4, "atol": 1e-6}
     assert tensor_of(out).dtype is (dtype or torch.float32)
     for one in (out, expected):
         tensor_of(one).float().square().mean().backward()
-    torch_xla.sync()
-    ours = gradients(model)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, **tolerance)
+    assert_same_gradients(model, plain, *([0.02, 0.02] if dtype else []))
 
 
 @on_each_rank(1)
@@ -270,7 +203,7 @@ def test_one_rank_is_bit_for_bit_the_unwrapped_model(rank):
     for step in range(3):
         losses = []
         for m, optimizer in pair:
-            loss = m(inputs(0, step).to("xla")).square().mean()
+            loss = mean_square(m, inputs(0, step).to("xla"))
             loss.backward()
             finish_step(optimizer)
             losses.append(loss.item())
@@ -278,17 +211,6 @@ def test_one_rank_is_bit_for_bit_the_unwrapped_model(rank):
     ours = whole(model, model.state_dict())
     for name, value in plain.state_dict().items():
         assert torch.equal(ours[name], value.cpu())
-
-
-class Module(nn.Module):
-    def __init__(self, compute):
-        super().__init__()
-        torch.manual_seed(5)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.compute = compute
-
-    def forward(self, x):
-        return self.compute(self, x)
 
 
 def returned(module, x):
@@ -329,54 +251,46 @@ def loss_of(module, out):
 def test_gradients_are_those_of_plain_torch(rank, compute, checkpointed, needs_grad):
     if compute is returned:
         checkpointed = False  # returns its parameters, computes next to nothing
-    plain, module = Module(compute), Module(compute)
-    model = nn.Sequential(checkpoint_module(module) if checkpointed else module)
-    model = wrapped(model, "0")
 
-    def step(model, module, x):
+    def build(wrap=lambda module: module):
+        torch.manual_seed(5)
+        return nn.Sequential(wrap(Computes(compute, linear=nn.Linear(WIDTH, WIDTH))))
+
+    def loss(model, x):
         x = x.requires_grad_() if needs_grad else x
-        # Not a leaf, so that it may be changed in place.
-        loss_of(module, model(x * 1)).backward()
+        out = model(x * 1)  # not a leaf, so that it may be changed in place
+        return loss_of(getattr(model[0], "module", model[0]), out)
 
-    step(model, module, inputs(rank).to(torch_xla.device()))
-    step(plain, plain, inputs_of_all())
-    assert_same_gradients(model, nn.Sequential(plain))
+    model = wrapped(build(checkpoint_module) if checkpointed else build(), "0")
+    assert_same_backward(model, build(), rank, loss)
 
 
 @on_each_rank(2)
 def test_changes_in_place_are_detected_as_without_wrapper(rank):
-    class Late(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+    def late(self, x):
+        y = self.linear(x)
+        z = y.square()
+        y.add_(1)
+        return z
 
-        def forward(self, x):
-            y = self.linear(x)
-            z = y.square()
-            y.add_(1)
-            return z
-
-    model = wrapped(Late())
+    model = wrapped(Computes(late, linear=nn.Linear(WIDTH, WIDTH)))
     with pytest.raises(RuntimeError, match="changed in place after the forward used it"):
-        model(inputs(rank).to(torch_xla.device())).sum().backward()
+        model(here(rank)).sum().backward()
 
 
 @on_each_rank(2)
 def test_gradients_of_gradients(rank):
     def penalty(model, x):
-        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (grad,) = torch.autograd.grad(model(x.requires_grad_()).sum(), x, create_graph=True)
         return grad.square().sum(1).mean()
 
     plain, model = mlp(), wrapped(mlp(), "1")
-    penalty(model, inputs(rank).to(torch_xla.device()).requires_grad_()).backward()
-    everyone = inputs_of_all().requires_grad_()
-    penalty(plain, everyone).backward()
-    assert_same_gradients(model, plain)
-    given, names = inputs(rank).to(torch_xla.device()), r"'\S+', '\S+'.* no second derivative"
+    assert_same_backward(model, plain, rank, penalty)
+    given, names = here(rank), r"'\S+', '\S+'.* no second derivative"
     parameters = list(model.parameters())
 
     def gradients(model, x, **options):
-        return torch.autograd.grad(model(x).square().mean(), list(model.parameters()), **options)
+        return torch.autograd.grad(mean_square(model, x), list(model.parameters()), **options)
 
     def vector_product(gradients):
         return sum((grad * 2).sum() for grad in gradients)
@@ -392,14 +306,12 @@ def test_gradients_of_gradients(rank):
             parameter.add_(2e-3)
     after = gradients(model, given)
     found = sum(((a - b) / 1e-3).sum() for a, b in zip(after, before, strict=True)).item()
-    whole = inputs_of_all()
-    once = gradients(plain, whole, create_graph=True)
+    once = gradients(plain, inputs_of_all(), create_graph=True)
     right = torch.autograd.grad(vector_product(once), list(plain.parameters()))
     assert found == pytest.approx(sum(grad.sum() for grad in right).item(), rel=2e-2)
     # A graph that nobody uses changes nothing.
     model.zero_grad()
-    loss = model(given).square().mean()
-    loss.backward(create_graph=True)
+    mean_square(model, given).backward(create_graph=True)
     for parameter, grad in zip(parameters, after, strict=True):
         assert torch.equal(parameter.grad.full_tensor(), grad.full_tensor())
 
@@ -446,16 +358,8 @@ def test_meta_weights_shared_across_units(rank):
 
 @on_each_rank(2)
 def test_a_module_under_two_names(rank):
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(WIDTH, WIDTH)
-            self.b = self.a
-
-        def forward(self, x):
-            return self.b(self.a(x))
-
-    plain = Shared()
+    layer = nn.Linear(WIDTH, WIDTH)
+    plain = Computes(lambda self, x: self.b(self.a(x)), a=layer, b=layer)
     expected = {name: value.clone() for name, value in plain.state_dict().items()}
     model = wrapped(plain)
     ours = whole(model, model.state_dict())
@@ -481,7 +385,7 @@ def test_refusals(rank):
 def leaves_work_behind(rank, synced):
     model = wrapped(mlp(), "1")
     for _ in range(2):
-        model(inputs(rank).to(torch_xla.device())).square().mean().backward()
+        mean_square(model, here(rank)).backward()
         if synced:
             torch_xla.sync()
     return [p.grad for p in model.parameters()] if rank == 0 and synced else None
@@ -580,14 +484,3 @@ def test_torch_func_is_refused(rank):
             return torch.autograd.forward_ad.unpack_dual(one(dual)).tangent.cpu()
 
     torch.testing.assert_close(directional(model, "xla"), directional(plain, "cpu"))
-
-
-@on_each_rank(2)
-def test_hooks_of_saved_tensors_read_values(rank):
-    """Autograd calls them within operators."""
-    plain, model = mlp(), wrapped(mlp(), "1")
-    with torch.autograd.graph.save_on_cpu():
-        loss = model(inputs(rank).to("xla")).square().mean()
-    loss.backward()
-    plain(inputs_of_all()).square().mean().backward()
-    assert_same_gradients(model, plain)

@@ -11,7 +11,7 @@ import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank, without_ranks
 from planned import training_step
-from test_special_uses import inputs, inputs_of_all, mlp, trace_as_on_tpu, wrapped
+from small_models import inputs, inputs_of_all, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import ShardingStrategy, checkpoint_module, full_state_dict, plan

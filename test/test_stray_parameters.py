@@ -6,7 +6,7 @@ import pytest
 import torch
 from on_ranks import on_each_rank
 from rank_warnings import every_rank_warns
-from test_special_uses import assert_same_gradients, inputs, whole, wrapped
+from small_models import assert_same_gradients, inputs, whole, wrapped
 from torch import nn
 
 from xla_fsdp import scan_blocks

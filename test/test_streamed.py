@@ -10,9 +10,9 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank, without_ranks
+from small_models import trace_as_on_tpu
 from test_accumulation import ALL, cases
 from test_offload import HOST, OffloadedRun, heavy_ball, plain, trained
-from test_special_uses import trace_as_on_tpu
 from torch import nn
 
 from xla_fsdp import (

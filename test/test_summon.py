@@ -5,8 +5,8 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank
-from test_special_uses import assert_same_gradients, trace_as_on_tpu, whole
-from test_special_uses import wrapped as wrap
+from small_models import assert_same_gradients, trace_as_on_tpu, whole
+from small_models import wrapped as wrap
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP

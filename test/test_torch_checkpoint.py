@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
+from small_models import WIDTH, assert_same_gradients, inputs, inputs_of_all, mlp, wrapped
 from test_freeing import live_sizes
-from test_special_uses import WIDTH, assert_same_gradients, inputs, inputs_of_all, mlp, wrapped
 from torch import nn
 from torch.distributed._composable import checkpoint as composable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (

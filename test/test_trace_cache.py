@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch_xla
 from on_ranks import on_each_rank, without_ranks
-from test_special_uses import inputs, mlp, wrapped
+from small_models import inputs, mlp, wrapped
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP

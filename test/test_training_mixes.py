@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 from on_ranks import on_each_rank
-from test_special_uses import (
+from small_models import (
     WIDTH,
     assert_same_backward,
     assert_same_gradients,

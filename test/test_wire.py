@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_xla
 from on_ranks import on_each_rank
-from test_special_uses import inputs, mlp, trace_as_on_tpu, wrapped
+from small_models import inputs, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
