@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from on_ranks import on_each_rank
 from rank_warnings import warnings_of_ranks
 from small_models import (
     WIDTH,
+    Computes,
     assert_same_backward,
     assert_same_gradients,
-    gradients,
+    here,
     inputs,
     inputs_of_all,
+    mean_square,
     mlp,
     whole,
     wrapped,
@@ -28,50 +31,46 @@ from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import always_wrap_policy, register_fsdp_forward_method
 
 
-def here(rank: int, step: int = 0) -> torch.Tensor:
-    return inputs(rank, step).to(torch_xla.device())
+def clamped(weight):
+    with torch.no_grad():
+        weight.clamp_(-0.1, 0.1)
 
 
-class Changes(nn.Module):
-    def __init__(self, way: str):
-        super().__init__()
-        torch.manual_seed(3)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.way = way
+CHANGES = {
+    "data": lambda layer: setattr(layer.weight, "data", layer.weight.detach() * 0.5),
+    "data in place": lambda layer: layer.weight.data.mul_(0.5),
+    "in place": lambda layer: clamped(layer.weight),
+    "another": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach() * 0.5)),
+}
 
-    def forward(self, x):
-        weight = self.layer.weight
-        if self.way == "data":
-            weight.data = weight.detach() * 0.5
-        elif self.way == "data in place":
-            weight.data.mul_(0.5)
-        elif self.way == "in place":
-            with torch.no_grad():
-                weight.clamp_(-0.1, 0.1)
-        elif self.way == "after its use":
-            y = self.layer(x)
-            with torch.no_grad():
-                weight.clamp_(-0.1, 0.1)
-            return y
-        elif self.way == "another":
-            self.layer.weight = nn.Parameter(weight.detach() * 0.5)
-        elif self.way == "a copy":
-            return F.linear(x, weight.clamp(-0.1, 0.1), self.layer.bias)
-        elif self.way == "on the host":
-            return (x.cpu() @ weight.cpu().t()).to(x.device)
-        return self.layer(x)
+
+def copies(self, x):
+    return F.linear(x, self.layer.weight.clamp(-0.1, 0.1), self.layer.bias)
+
+
+def computes_on_the_host(self, x):
+    return (x.cpu() @ self.layer.weight.cpu().t()).to(x.device)
+
+
+def with_layer(compute, **more):
+    torch.manual_seed(3)
+    return Computes(compute, layer=nn.Linear(WIDTH, WIDTH), **more)
 
 
 @on_each_rank(2)
 def test_a_forward_may_compute_with_its_parameters_but_not_change_them(rank):
-    for way in ("data", "data in place", "in place", "after its use", "another"):
-        for grad in (True, False):
-            model = wrapped(Changes(way))
-            with torch.set_grad_enabled(grad):
-                with pytest.raises(RuntimeError, match="forward .* its parameter 'layer.weight'"):
-                    model(here(rank))
-    for way in ("a copy", "on the host"):  # the remedy that the message names, and another use
-        assert_same_backward(wrapped(Changes(way)), Changes(way), rank)
+    for change, grad, late in itertools.product(CHANGES.values(), (True, False), (True, False)):
+
+        def changes(self, x, change=change, late=late):
+            y = self.layer(x) if late else None
+            change(self.layer)
+            return y if late else self.layer(x)
+
+        with torch.set_grad_enabled(grad):
+            with pytest.raises(RuntimeError, match="forward .* its parameter 'layer.weight'"):
+                wrapped(with_layer(changes))(here(rank))
+    for compute in (copies, computes_on_the_host):  # the remedy of the message, and another use
+        assert_same_backward(wrapped(with_layer(compute)), with_layer(compute), rank)
     for kind in (nn.Embedding, nn.EmbeddingBag):
         for option, value in (("max_norm", 0.1), ("scale_grad_by_freq", True), ("sparse", True)):
             with pytest.raises(ValueError, match=f"Embedding.* '0' has {option}={value}"):
@@ -85,7 +84,7 @@ def test_weights_changed_between_forward_and_backward_are_refused(rank, reshard)
         model = wrapped(mlp(), "1", reshard_after_forward=reshard)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         saved = copy.deepcopy(model.state_dict())
-        loss = model(here(rank)).square().mean()
+        loss = mean_square(model, here(rank))
         loss.backward(retain_graph=True)
         if way == "step":
             optimizer.step()
@@ -102,18 +101,14 @@ def test_weights_changed_between_forward_and_backward_are_refused(rank, reshard)
         ):
             loss.backward()
         model.zero_grad()
-        model(here(rank)).square().mean().backward()  # the remedy
-
-
-def table():
-    """Needs no weight in its backward: plain torch lets it change."""
-    torch.manual_seed(3)
-    return nn.Embedding(8, WIDTH)
+        mean_square(model, here(rank)).backward()  # the remedy
 
 
 @on_each_rank(2)
 def test_changes_that_the_backward_does_not_see_are_as_in_plain_torch(rank):
-    plain, model = table(), wrapped(table())
+    torch.manual_seed(3)
+    table = nn.Embedding(8, WIDTH)  # needs no weight in its backward: plain torch lets it change
+    plain, model = table, wrapped(copy.deepcopy(table))
     for one, device in ((plain, "cpu"), (model, torch_xla.device())):
         out = one(torch.tensor([1, 2, 2]).to(device)).square().sum()
         with torch.no_grad():
@@ -123,60 +118,45 @@ def test_changes_that_the_backward_does_not_see_are_as_in_plain_torch(rank):
     assert_same_gradients(model, plain)
 
 
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
-
-    def forward(self, x):
+def with_complex_weight():
+    def compute(self, x):
         y = x.to(torch.complex64) @ self.weight
-        return y.real * y.imag + y.imag
+        return 12 * (y.real * y.imag + y.imag)
+
+    torch.manual_seed(3)
+    return Computes(compute, weight=nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64)))
 
 
+def multiplied(factor, model):
+    """A middle layer's gradient alone; not of the padding, which is zero."""
+    parameter = dict(model.named_parameters())["1.0.bias"]
+    parameter.register_hook(lambda grad: torch.where(grad == 0, grad, grad * factor))
+
+
+@pytest.mark.parametrize(
+    "build, loss_of, factor",
+    [
+        pytest.param(with_complex_weight, lambda model, x: model(x).mean(), None, id="complex"),
+        *((mlp, mean_square, float(factor)) for factor in ("nan", "inf")),
+    ],
+)
 @on_each_rank(2)
-def test_norms_of_complex_gradients(rank):
+def test_norms_of_unusual_gradients(rank, build, loss_of, factor):
     for norm_type in (1.0, 2.0, 3.0, float("inf")):
-        plain, model = Complex(), wrapped(Complex())
-        model(here(rank)).sum().backward()
+        plain, model = build(), wrapped(build(), *(["1"] if factor else []))
+        for one, x in ((plain, inputs_of_all()), (model, here(rank))):
+            if factor:
+                multiplied(factor, one)
+            loss_of(one, x).backward()
         norm = model.clip_grad_norm_(0.5, norm_type)
-        plain(inputs_of_all()).sum().div(2).backward()
         # torch_xla replaces torch's function by one that fails for complex gradients.
-        grad = plain.weight.grad.clone()
-        expected = torch.linalg.vector_norm(grad, norm_type)
-        plain.weight.grad = grad * (0.5 / (expected + 1e-6)).clamp(max=1.0)
-        torch_xla.sync()
-        torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-5)
-        assert_same_gradients(model, plain)
-
-
-@on_each_rank(2)
-def test_norms_of_gradients_that_are_not_finite(rank):
-    for factor in (float("nan"), float("inf")):
-        for norm_type in (1.0, 2.0, float("inf")):
-            plain, model = mlp(), wrapped(mlp(), "1")
-            # The middle layers' gradients alone are not finite.
-            for one, name in ((plain, "1.0.bias"), (model, "1.0.bias")):
-                parameter = dict(one.named_parameters())[name]
-                # Not of the padding, which is zero.
-                parameter.register_hook(
-                    lambda grad, factor=factor: torch.where(grad == 0, grad, grad * factor)
-                )
-            model(here(rank)).square().mean().backward()
-            norm = model.clip_grad_norm_(0.5, norm_type)
-            plain(inputs_of_all()).square().mean().backward()
-            grads = [p.grad for p in plain.parameters()]
-            every = torch.cat([grad.reshape(-1) for grad in grads])
-            expected = torch.linalg.vector_norm(every, norm_type)
-            for grad in grads:
-                grad.mul_((0.5 / (expected + 1e-6)).clamp(max=1.0))
-            torch_xla.sync()
-            torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-6, equal_nan=True)
-            ours = gradients(model)
-            for name, parameter in plain.named_parameters():
-                torch.testing.assert_close(
-                    ours[name], parameter.grad, rtol=1e-4, atol=1e-6, equal_nan=True
-                )
+        grads = [p.grad for p in plain.parameters()]
+        expected = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]), norm_type)
+        for grad in grads:
+            grad.mul_((0.5 / (expected + 1e-6)).clamp(max=1.0))
+        assert factor or expected > 0.5  # so that it matters
+        torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+        assert_same_gradients(model, plain, equal_nan=True)
 
 
 @on_each_rank(2)
@@ -199,7 +179,7 @@ def test_loss_scaling_asks_all_ranks(rank):
         theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
         scaler = kind(init_scale=8.0, growth_interval=1)
         before = values(model)
-        scaler.scale(model(here(rank)).square().mean()).backward()
+        scaler.scale(mean_square(model, here(rank))).backward()
         if rank == bad:
             next(model.parameters()).grad.to_local()[0] = float("inf")
         if not fused:
@@ -209,7 +189,7 @@ def test_loss_scaling_asks_all_ranks(rank):
         scaler.update()
         after = values(model)
         if bad is None:
-            plain(inputs_of_all()).square().mean().backward()
+            mean_square(plain, inputs_of_all()).backward()
             if not fused:
                 expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
                 torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-6)
@@ -375,21 +355,16 @@ def test_names_are_those_of_plain_torch(rank):
     assert (found.missing_keys, found.unexpected_keys) == (["2.0.weight"], ["2.0.other"])
 
 
-class Tempered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.temperature = 1.0
-        self._depth = 1
-
-    def forward(self, x):
-        return self.added(self.layer(x) * self.temperature * self.gain + self._depth)
-
-
 @on_each_rank(2)
 def test_attributes_set_on_the_wrapper_are_the_modules(rank):
-    plain, model = Tempered(), wrapped(Tempered())
+    def tempered():
+        return with_layer(
+            lambda self, x: self.added(self.layer(x) * self.temperature * self.gain + self._depth),
+            temperature=1.0,
+            _depth=1,
+        )
+
+    plain, model = tempered(), wrapped(tempered())
     for one in (plain, model):
         one.temperature, one._depth, one.note = 3.0, 5, "mine"
         gain = torch.tensor(2.0, device="cpu" if one is plain else "xla")
