@@ -110,7 +110,7 @@ def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def assert_same_backward(model, plain: nn.Module, rank: int, loss_of=mean_square) -> None:
-    loss_of(model, here(rank)).backward()
-    loss_of(plain, inputs_of_all()).backward()
+def assert_same_backward(model, plain, rank: int, loss_of=mean_square, step: int = 0) -> None:
+    loss_of(model, here(rank, step)).backward()
+    loss_of(plain, inputs_of_all(step)).backward()
     assert_same_gradients(model, plain)

@@ -13,7 +13,7 @@ from on_ranks import finish_step, on_each_rank, without_ranks
 from small_models import full, hybrid, inputs, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
-from xla_fsdp import ShardedParameterError, fully_shard, plan, scan_blocks
+from xla_fsdp import CPUOffload, ShardedParameterError, fully_shard, plan, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 CLIP, STEPS = 0.3, 2
@@ -70,6 +70,10 @@ def cases(rank, on_tpu, all_options):
 
 WIDE = {"compute_dtype": NARROW, "fp32_reduce_scatter": True}
 ALL = ["rrrr", "hhhr", "hrhr", "rhhr"]
+SLOW = [
+    (4, False, [({"reshard_after_forward": False}, ["rhhr"]), ("hybrid", ["hrhr", "rrrr"])]),
+    (2, False, [({"cpu_offload": CPUOffload(stream=True)}, ALL[:3])]),
+]
 
 
 @pytest.mark.parametrize(
@@ -77,12 +81,7 @@ ALL = ["rrrr", "hhhr", "hrhr", "rhhr"]
     [
         (2, False, [({}, ALL), ({"compute_dtype": NARROW}, ["hrhr"])]),
         (2, True, [({"flatten_parameters": True}, ["hrhr"]), (WIDE, ["rhhr"])]),
-        pytest.param(
-            4,
-            False,
-            [({"reshard_after_forward": False}, ["rhhr"]), ("hybrid", ["hrhr", "rrrr"])],
-            marks=pytest.mark.slow,
-        ),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )
 def test_any_mixture_equals_plain_training(run_ranks, ranks, on_tpu, options):
@@ -141,25 +140,21 @@ def test_bytes_and_memory_of_both_ways():
             assert gradient <= held.peak - each.peak + gradient // 8 < 1.5 * gradient
 
 
-def wide_inputs(rank: int, number: int) -> torch.Tensor:
-    return torch.randn(2, 24, generator=torch.Generator().manual_seed(100 * number + rank))
-
-
-def wide() -> nn.Sequential:
-    """Large enough for every rank to have elements of its weights."""
-    torch.manual_seed(2)
-    return nn.Sequential(
-        nn.Linear(24, 24), nn.Sequential(nn.Linear(24, 24), nn.Tanh()), nn.Linear(24, 3)
-    )
-
-
 @on_each_rank(2)
 def test_gradients_that_are_asked_for_by_name(rank):
+    """Weights so large that every rank has elements of them."""
+    torch.manual_seed(2)
+    middle = nn.Sequential(nn.Linear(24, 24), nn.Tanh())
+    plain = nn.Sequential(nn.Linear(24, 24), middle, nn.Linear(24, 3))
+
+    def rows(rank, number):
+        return torch.randn(2, 24, generator=torch.Generator().manual_seed(100 * number + rank))
+
     def asked_for(one, ranks, device, no_sync):
         names = dict(one.named_parameters())
 
         def loss(number):
-            x = torch.cat([wide_inputs(r, number) for r in ranks])
+            x = torch.cat([rows(r, number) for r in ranks])
             return one(x.to(device)).square().mean()
 
         with no_sync():
@@ -167,20 +162,15 @@ def test_gradients_that_are_asked_for_by_name(rank):
             inside = torch.autograd.grad(loss(1), [names["2.bias"], names["0.weight"]])
         outside = torch.autograd.grad(loss(2), [names["0.weight"]])
         loss(3).backward(inputs=[names["0.bias"]])
-        assert [name for name, p in names.items() if p.grad is not None] == [
-            "0.weight", "0.bias", "1.0.weight"
-        ]  # fmt: skip
-        kept = {name: p.grad for name, p in names.items()}
-        handed = {"2.bias": inside[0], "0.weight": inside[1]}, {"0.weight": outside[0]}
+        kept = {name: p.grad for name, p in names.items() if p.grad is not None}
+        assert list(kept) == ["0.weight", "0.bias", "1.0.weight"]
         zeros = {name: torch.zeros_like(p) for name, p in names.items()}
-        return [
-            {name: zero if given.get(name) is None else given[name] for name, zero in zeros.items()}
-            for given in (kept, *handed)
-        ]
+        handed = {"2.bias": inside[0], "0.weight": inside[1]}, {"0.weight": outside[0]}
+        return [zeros | given for given in (kept, *handed)]
 
-    model = wrapped(wide(), "1")
+    model = wrapped(copy.deepcopy(plain), "1")
     ours = asked_for(model, [rank], "xla", model.no_sync)
-    theirs = asked_for(wide(), range(xr.world_size()), "cpu", contextlib.nullcontext)
+    theirs = asked_for(plain, range(xr.world_size()), "cpu", contextlib.nullcontext)
     for mine, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(full(model, mine), expected, rtol=1e-4, atol=1e-6)
 

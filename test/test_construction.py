@@ -12,9 +12,11 @@ from on_ranks import on_each_rank
 from small_models import (
     WIDTH,
     assert_same_gradients,
+    here,
     hybrid,
     inputs,
     inputs_of_all,
+    mean_square,
     mlp,
     whole,
     wrapped,
@@ -280,7 +282,7 @@ def test_sharding_groups_without_replicas(rank):
     options = hybrid(rank)
     del options["replication_groups"]
     plain, model = mlp(), wrapped(mlp(), "1", **options)
-    model(inputs(rank).to(torch_xla.device())).square().mean().backward()
+    mean_square(model, here(rank)).backward()
     mine = range(2 * (rank // 2), 2 * (rank // 2) + 2)
     plain(torch.cat([inputs(r) for r in mine])).square().mean().backward()
     norm = model.clip_grad_norm_(0.01)
@@ -302,9 +304,9 @@ def test_gradient_divide_factors(rank):
     model = wrapped(mlp(), "1")
     assert model.gradient_predivide_factor * model.gradient_postdivide_factor == world
     model.set_gradient_divide_factors(2.0, 0.5, recursive=True)
-    model(inputs(rank).to(torch_xla.device())).square().mean().backward()
+    mean_square(model, here(rank)).backward()
     plain = mlp()
-    plain(inputs_of_all()).square().mean().backward()
+    mean_square(plain, inputs_of_all()).backward()
     for parameter in plain.parameters():
         parameter.grad *= world
     assert_same_gradients(model, plain)
@@ -321,7 +323,7 @@ def test_clipping_over_two_worlds(rank):
     alone = {"sharding_groups": [[0], [1]], "sharding_rank": 0, "sharding_world_size": 1}
     model[1] = FSDP(model[1], **alone)
     model = FSDP(model)
-    model(inputs(0).to(torch_xla.device())).square().mean().backward()
+    mean_square(model, here(0)).backward()
     plain(inputs(0)).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     torch.testing.assert_close(model.clip_grad_norm_(1e9).cpu(), expected, rtol=1e-4, atol=1e-6)
@@ -336,7 +338,7 @@ def test_clipping_edges(rank):
             model.clip_grad_norm_(wrong)
     with pytest.raises(ValueError, match="norm_type must be positive, got -2"):
         model.clip_grad_norm_(1.0, norm_type=-2)
-    model(inputs(0).to(torch_xla.device())).square().mean().backward()
+    mean_square(model, here(0)).backward()
     plain = mlp()
     plain(inputs(0)).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9, 3)

@@ -7,7 +7,7 @@ import torch
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank
 from safetensors.torch import save_file
-from small_models import WIDTH, assert_same_gradients, inputs, whole
+from small_models import WIDTH, assert_same_gradients, here, inputs, whole
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -89,7 +89,7 @@ def test_values_come_with_a_load_or_are_missed(rank, tmp_path):
     shards = {kind: FSDP(Model(), flatten_parameters=kind == "flat") for kind in ("root", "flat")}
     every = torch.cat([inputs(r) for r in range(xr.world_size())])
     plain(every).square().mean().backward()
-    x = inputs(rank).to("xla")
+    x = here(rank)
     for kind in ("root", "nested", "flat"):
         model = built(kind)
         names = ["embed.weight", "blocks.0.0.weight", "head.bias", "scale"]
@@ -147,10 +147,10 @@ def test_buffers_that_no_checkpoint_has(rank):
     model = FSDP(model, param_init_fn=defer_init)
     load_full_state_dict(model, {"0.weight": torch.ones(WIDTH)})
     with pytest.raises(RuntimeError, match="before '0.steps' had values.* no checkpoint contains"):
-        model(inputs(rank).to("xla"))
+        model(here(rank))
     with FSDP.summon_full_params(model):
         model.module[0].steps.copy_(torch.arange(WIDTH).float())
-    assert torch.equal(model(inputs(rank).to("xla")).cpu(), expected)
+    assert torch.equal(model(here(rank)).cpu(), expected)
 
     def init(module):
         defer_init(module)
@@ -160,7 +160,7 @@ def test_buffers_that_no_checkpoint_has(rank):
         model = nn.Sequential(Positions())
     model = FSDP(model, param_init_fn=init)
     load_full_state_dict(model, {"0.weight": torch.ones(WIDTH)})
-    assert torch.equal(model(inputs(rank).to("xla")).cpu(), expected)
+    assert torch.equal(model(here(rank)).cpu(), expected)
 
 
 @on_each_rank(2, timeout=1500)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pathlib
 from typing import Any
 
 import pytest
@@ -11,16 +10,19 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, without_ranks
 from safetensors.torch import save_file
+from small_models import whole
 from torch import nn
 from wrappings import assert_equal
 
 import xla_fsdp
 from xla_fsdp import FSDPModule, MixedPrecisionPolicy, checkpoint_module, fully_shard
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp.consolidate import consolidate_sharded_state_dicts
+from xla_fsdp.planning.tracing.step import trace_step
+from xla_fsdp.planning.tracing.traced import names
 from xla_fsdp.sharding.sharded_parameter import ShardedParameter
+from xla_fsdp.tpu.topology import resolve
 
 VOCABULARY, WIDTH, SEQUENCE, BATCH = 7, 8, 4, 8
 
@@ -100,41 +102,23 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.2)  # no state: all steps are one program
 
 
-def train(
-    model: nn.Module,
-    rank: int = 0,
-    size: int = 1,
-    steps: int = 2,
-    micro_batches: int = 1,
-    method: str = "__call__",
-    optimizer: torch.optim.Optimizer | None = None,
-    first: int = 0,
-) -> list[tuple[float, float]]:
+def train(model, rank=0, size=1, steps=2, method="__call__", optimizer=None, first=0):
     """Loss and norm of the gradients of every step: of this rank's part, and of all."""
     optimizer = optimizer or optimizer_for(model)
-    # With an offload policy parameters are on the host, and compute is not.
-    sharded = isinstance(model, FSDPModule)
-    device = torch.device("xla") if sharded else next(model.parameters()).device
+    device = next(model.parameters()).device
     found = []
     for step in range(first, first + steps):
-        total = torch.zeros((), device=device)
-        for number in range(micro_batches):
-            last = number == micro_batches - 1
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(last)
-                model.set_is_last_backward(last)
-            batch = tokens(100 * number + step, rank, size).to(device)
-            if method == "__call__":
-                logits = model(batch)
-            else:  # what only the methods of the model do
-                logits = model.head(getattr(model, method)(batch))
-            loss = loss_of(logits, batch) / micro_batches
-            loss.backward()
-            total += loss.detach()
+        batch = tokens(step, rank, size).to(device)
+        if method == "__call__":
+            logits = model(batch)
+        else:  # what only the methods of the model do
+            logits = model.head(getattr(model, method)(batch))
+        loss = loss_of(logits, batch)
+        loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        found.append((total, norm))
+        found.append((loss.detach(), norm))
         if device.type == "xla":
             torch_xla.sync()
     return [(loss.item(), norm.item()) for loss, norm in found]
@@ -338,24 +322,6 @@ def test_mixed_precision_is_that_of_the_class(rank):
 
 @on_each_rank(2, timeout=1500)
 def test_trains_like_plain_torch(rank, size):
-    plain = build()
-    model = sharded(mesh=[0, 1], reshard_after_forward=False)
-    assert isinstance(model, Model) and isinstance(model, FSDPModule)
-    assert isinstance(model.layers[0], Layer) and type(model.layers[0]) is type(model.layers[1])
-    for names in ("named_parameters", "named_modules"):
-        assert [n for n, _ in getattr(model, names)()] == [n for n, _ in getattr(plain, names)()]
-    assert list(model.state_dict()) == list(plain.state_dict())
-    expected = train(plain)
-    assert_like_plain(model, train(model, rank, size), expected, plain)
-
-    plain = build()
-    expected = train(plain, micro_batches=2)
-    mesh = torch.arange(2).view(2, -1)
-    model = sharded(mesh=mesh, offload_policy=xla_fsdp.CPUOffloadPolicy())
-    model.set_requires_all_reduce(True)
-    model.set_reshard_after_backward(False)
-    assert_like_plain(model, train(model, rank, size, micro_batches=2), expected, plain)
-
     plain, model = build(), build()
     for one in (plain, model):
         one.norm.requires_grad_(False)
@@ -363,7 +329,14 @@ def test_trains_like_plain_torch(rank, size):
     fully_shard([*model.layers, model.head])
     ignored = set(model.norm.parameters())
     fully_shard(model, ignored_params=ignored)
+    model.set_is_last_backward(True)
+    model.set_requires_all_reduce(True)
     assert ignored == set(model.norm.parameters())
+    assert isinstance(model, Model) and isinstance(model, FSDPModule)
+    assert isinstance(model.layers[0], Layer) and type(model.layers[0]) is type(model.layers[1])
+    for kind in ("named_parameters", "named_modules"):
+        assert [n for n, _ in getattr(model, kind)()] == [n for n, _ in getattr(plain, kind)()]
+    assert list(model.state_dict()) == list(plain.state_dict())
     xla_fsdp.register_fsdp_forward_method(model, "encode")
     found = train(model, rank, size, method="encode")
     assert_like_plain(model, found, train(plain, method="encode"), plain)
@@ -377,10 +350,10 @@ def adamw(model):
 @on_each_rank(2, timeout=1500)
 def test_checkpoints_state_dicts_and_initialisation(rank, tmp_path):
     plain = build()
-    whole = adamw(plain)
-    first = train(plain, steps=1, optimizer=whole)
+    plain_optimizer = adamw(plain)
+    first = train(plain, steps=1, optimizer=plain_optimizer)
     before = {n: v.clone() for n, v in plain.state_dict().items()}
-    then = train(plain, steps=1, optimizer=whole, first=1)
+    then = train(plain, steps=1, optimizer=plain_optimizer, first=1)
     for number, (make, other) in enumerate([(sharded, wrapped), (wrapped, sharded)]):
         model = make()
         optimizer = adamw(model)
@@ -397,10 +370,7 @@ def test_checkpoints_state_dicts_and_initialisation(rank, tmp_path):
 
     model = sharded(build(7))
     assert xla_fsdp.load_full_state_dict(model, before if rank == 0 else None).missing_keys == []
-    mine = {name: value.cpu() for name, value in model.state_dict().items()}
-    everyone = xm.mesh_reduce("states", mine, list)
-    joined = consolidate_sharded_state_dicts(everyone, model.get_shard_metadata())
-    torch.testing.assert_close(joined, before, rtol=0, atol=0)
+    torch.testing.assert_close(whole(model, model.state_dict()), before, rtol=0, atol=0)
     save_file(
         {n: v for n, v in before.items() if n != "head.weight"}, f"{tmp_path}/{rank}.safetensors"
     )
@@ -461,17 +431,17 @@ def test_what_is_not_possible_is_refused(rank):
         FSDPModule()
 
     model = sharded()
-    for method, value in [
-        ("set_requires_gradient_sync", 1),
-        ("set_requires_all_reduce", None),
-        ("set_reshard_after_forward", 2),
-        ("set_reshard_after_backward", "no"),
-        ("set_is_last_backward", 0),
-        ("unshard", 1),
-        ("set_modules_to_forward_prefetch", model),
-        ("set_modules_to_backward_prefetch", [model.embed]),
-        ("set_gradient_divide_factor", 0),
-    ]:
+    for method, value in {
+        "set_requires_gradient_sync": 1,
+        "set_requires_all_reduce": None,
+        "set_reshard_after_forward": 2,
+        "set_reshard_after_backward": "no",
+        "set_is_last_backward": 0,
+        "unshard": 1,
+        "set_modules_to_forward_prefetch": model,
+        "set_modules_to_backward_prefetch": [model.embed],
+        "set_gradient_divide_factor": 0,
+    }.items():
         with pytest.raises(ValueError):
             getattr(model, method)(value)
     for method in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):
@@ -495,35 +465,27 @@ def test_what_is_not_possible_is_refused(rank):
                 get(one, *own)
 
 
-TRACED = """
-import sys
-sys.path.insert(0, {tests!r})
-import torch
-from test_fully_shard import VOCABULARY, loss_of, sharded, wrapped
-from xla_fsdp.planning.tracing.traced import names
-from xla_fsdp.planning.tracing.step import trace_step
-from xla_fsdp.tpu.topology import resolve
+def fingerprints():
+    slice = resolve("v5litepod-8")
 
-def step(make):
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    batch = torch.zeros(2, 4, dtype=torch.long).to("xla")
-    loss_of(model(batch), batch).backward()
-    model.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    def step(make):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        batch = torch.zeros(2, 4, dtype=torch.long).to("xla")
+        backward(model, batch).clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
-slice = resolve("v5litepod-8")
-found = []
-for make in (sharded, wrapped):
-    torch.manual_seed(0)
-    traced = trace_step(lambda: step(make), 1, slice.devices, slice)
-    found.append((traced.program.fingerprint, traced.bound, names(traced.program.hlo)))
-assert found[0] == found[1], found
-assert any("forward[layers.1]" in name for name in found[0][2]), found[0][2]
-"""
+    found = []
+    for make in (sharded, wrapped):
+        torch.manual_seed(0)
+        traced = trace_step(lambda make=make: step(make), 1, slice.devices, slice)
+        found.append((traced.program.fingerprint, traced.bound, names(traced.program.hlo)))
+    return found
 
 
-def test_the_program_on_a_tpu_is_that_of_the_class(run_script):
-    done = run_script(TRACED.format(tests=str(pathlib.Path(__file__).parent)))
-    assert done.returncode == 0, done.stderr
+@without_ranks
+def test_the_program_on_a_tpu_is_that_of_the_class():
+    in_place, of_class = fingerprints()
+    assert in_place == of_class
+    assert any("forward[layers.1]" in name for name in of_class[2]), of_class[2]

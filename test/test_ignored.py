@@ -9,7 +9,7 @@ import torch_xla.runtime as xr
 from on_ranks import on_each_rank
 from rank_warnings import every_rank_warns
 from safetensors.torch import save_file
-from small_models import WIDTH, inputs, trace_as_on_tpu, whole
+from small_models import WIDTH, here, inputs, mean_square, trace_as_on_tpu, whole
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -122,7 +122,7 @@ def test_training_is_that_of_plain_torch(rank, kind):
 @on_each_rank(2)
 def test_a_nan_of_one_rank_is_in_the_norm_of_all(rank):
     model = built("nested")
-    model(inputs(rank).to("xla")).square().mean().backward()
+    mean_square(model, here(rank)).backward()
     grad = model.scale.grad
     if rank == 1:
         model.scale.grad = grad = grad.clone().index_fill_(
@@ -137,7 +137,7 @@ def test_a_nan_of_one_rank_is_in_the_norm_of_all(rank):
 def states(rank, folder):
     def trained(model):
         optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-        model(inputs(0).to("xla")).square().mean().backward()
+        mean_square(model, here(0)).backward()
         model.average_ignored_gradients()
         optimizer.step()
         torch_xla.sync()
@@ -174,7 +174,7 @@ def states(rank, folder):
     assert torch.equal(found["scale"], full["scale"] + 1)
     copied = copy.deepcopy(model)
     with every_rank_warns(rank, None):
-        copied(inputs(rank).to("xla"))
+        copied(here(rank))
     narrow = Model()
     narrow = FSDP(
         narrow, ignored_modules=nn.ModuleList([narrow.frozen]), compute_dtype=torch.bfloat16,

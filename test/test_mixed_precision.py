@@ -8,7 +8,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank
-from small_models import WIDTH, gradients, inputs, trace_as_on_tpu
+from small_models import WIDTH, gradients, here, inputs, trace_as_on_tpu
 from torch import nn
 
 from xla_fsdp import MixedPrecision, full_state_dict, scan_blocks
@@ -47,7 +47,7 @@ def built(inner: dict[str, Any], outer: dict[str, Any]):
 
 
 def ran(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    model(inputs(rank).to("xla")).float().square().mean().backward()
+    model(here(rank)).float().square().mean().backward()
     torch_xla.sync()
     return gradients(model)
 
@@ -218,7 +218,7 @@ def test_gradients_may_stay_narrow(rank):
         made = optimizer(model.parameters(), 0.1)
         for step in range(4):
             with model.no_sync() if step == 0 else torch.enable_grad():
-                model(inputs(rank, step).to("xla")).float().square().mean().backward()
+                model(here(rank, step)).float().square().mean().backward()
             if step:  # no_sync holds what the first left
                 model.clip_grad_norm_(0.5)
             for name, parameter in model.named_parameters():
@@ -252,7 +252,7 @@ def test_scanned_modules_that_stay_in_float32(rank):
     policy = MixedPrecision(param_dtype=NARROW, _module_classes_to_ignore=[nn.LayerNorm])
     model = FSDP(nn.Sequential(scan_blocks(blocks, mixed_precision=policy)), mixed_precision=policy)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    model(inputs(rank).to("xla")).float().square().mean().backward()
+    model(here(rank)).float().square().mean().backward()
     optimizer.step()
     torch_xla.sync()
     assert model[0].module[0].met == [NARROW, torch.float32, NARROW]

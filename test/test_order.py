@@ -8,14 +8,7 @@ import pytest
 import torch
 from lazy_modules import torch_xla
 from on_ranks import on_each_rank
-from small_models import (
-    assert_same_gradients,
-    inputs,
-    inputs_of_all,
-    mlp,
-    trace_as_on_tpu,
-    wrapped,
-)
+from small_models import assert_same_backward, here, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import BackwardPrefetch, checkpoint_module
@@ -60,9 +53,7 @@ def test_gradients_are_the_same_in_every_order(rank, options, checkpoint):
     for step in range(2):
         for one in (model, plain):
             one.zero_grad()
-        model(inputs(rank, step).to(torch_xla.device())).square().mean().backward()
-        plain(inputs_of_all(step)).square().mean().backward()
-        assert_same_gradients(model, plain)
+        assert_same_backward(model, plain, rank, step=step)
         assert nothing_held(model)
 
 
@@ -153,7 +144,7 @@ def test_shards_wait_before_they_are_cast(rank):
     trace_as_on_tpu()
     model = wrapped(mlp(), "1", compute_dtype=torch.bfloat16)
     torch_xla.sync()
-    model(inputs(rank).to("xla")).sum().backward()
+    model(here(rank)).sum().backward()
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([p.grad for p in model.parameters()])
     # Types of what waits for the gather before.
     types = re.findall(r"= (\w+)\[[\d,]+\]\S* select\(", hlo)

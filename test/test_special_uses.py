@@ -203,7 +203,7 @@ def test_one_rank_is_bit_for_bit_the_unwrapped_model(rank):
     for step in range(3):
         losses = []
         for m, optimizer in pair:
-            loss = mean_square(m, inputs(0, step).to("xla"))
+            loss = mean_square(m, here(0, step))
             loss.backward()
             finish_step(optimizer)
             losses.append(loss.item())
@@ -321,7 +321,7 @@ def test_copies_and_inference_mode(rank):
     model = wrapped(mlp(), "1")
     averaged = torch.optim.swa_utils.AveragedModel(model)
     twin = copy.deepcopy(model)
-    x = inputs(rank).to("xla")
+    x = here(rank)
     model(x).sum().backward()
     assert all(p.grad is None for p in twin.parameters())
     with torch.no_grad():
@@ -398,7 +398,7 @@ def test_launches_that_leave_work_behind(run_ranks):
 
 @on_each_rank(1)
 def test_torch_compile_is_refused(rank):
-    x = inputs(rank).to("xla")
+    x = here(rank)
     for backend in ("eager", "aot_eager", "openxla"):
         model = wrapped(mlp(), "1")
         around = torch.compile(model, backend=backend)
@@ -431,7 +431,7 @@ def test_torch_compile_is_refused(rank):
 @on_each_rank()
 def test_torch_func_is_refused(rank):
     model, plain = wrapped(mlp(), "1"), mlp()
-    x = inputs(rank).to("xla")
+    x = here(rank)
     own = dict(model.named_parameters())
 
     def loss(one):

@@ -11,7 +11,15 @@ import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank, without_ranks
 from planned import training_step
-from small_models import inputs, inputs_of_all, mlp, trace_as_on_tpu, wrapped
+from small_models import (
+    here,
+    inputs,
+    inputs_of_all,
+    mean_square,
+    mlp,
+    trace_as_on_tpu,
+    wrapped,
+)
 from torch import nn
 
 from xla_fsdp import ShardingStrategy, checkpoint_module, full_state_dict, plan
@@ -49,7 +57,7 @@ def small_policy(module, recurse, nonwrapped_numel=0, **_):
 def assert_trains_alike(rank: int, size: int, **options: Any):
     plain = trained(mlp(), [torch.cat([inputs(r, s) for r in range(size)]) for s in range(2)])
     model = FSDP(mlp(), auto_wrap_policy=small_policy, **options)
-    trained(model, [inputs(rank, s).to("xla") for s in range(2)])
+    trained(model, [here(rank, s) for s in range(2)])
     torch_xla.sync()
     with FSDP.summon_full_params(model, writeback=False):
         for own, value in zip(model.parameters(), plain.parameters(), strict=True):
@@ -145,7 +153,7 @@ def gathers(rank, reshard):
     trace_as_on_tpu()
     model = wrapped(mlp(), "1", reshard_after_forward=reshard, compute_dtype=torch.bfloat16)
     torch_xla.sync()
-    loss = model(inputs(rank).to("xla")).float().square().mean()
+    loss = model(here(rank)).float().square().mean()
     loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([loss.detach(), *grads])
@@ -174,11 +182,11 @@ def test_recomputation_gathers_within_the_small_groups_too(rank):
     trace_as_on_tpu()
     options = {"reshard_after_forward": 2, "disable_reshard_on_root": False}
     plain = mlp()
-    plain(inputs_of_all()).square().mean().backward()
+    mean_square(plain, inputs_of_all()).backward()
     model = mlp()
     model[1] = checkpoint_module(nn.Sequential(FSDP(model[1], **options)))
     model = FSDP(model, **options)
-    loss = model(inputs(rank).to("xla")).square().mean()
+    loss = mean_square(model, here(rank))
     secondaries = [ref() for _, unit in units_in(model) for ref in unit._secondaries]
     assert all(one.pieces for one in secondaries)
     loss.backward()

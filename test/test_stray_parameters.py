@@ -6,7 +6,7 @@ import pytest
 import torch
 from on_ranks import on_each_rank
 from rank_warnings import every_rank_warns
-from small_models import assert_same_gradients, inputs, whole, wrapped
+from small_models import assert_same_gradients, here, whole, wrapped
 from torch import nn
 
 from xla_fsdp import scan_blocks
@@ -221,7 +221,7 @@ def what_hangs_on_parameters(rank):
             return super().forward(x)
 
     model = wrapped(Keeps(6, 6), disable_reshard_on_root=False)
-    model(inputs(rank).to("xla"))
+    model(here(rank))
     assert model.module.kept.sum().isnan()  # was freed since
 
 

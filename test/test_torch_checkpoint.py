@@ -9,7 +9,16 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
-from small_models import WIDTH, assert_same_gradients, inputs, inputs_of_all, mlp, wrapped
+from small_models import (
+    WIDTH,
+    assert_same_gradients,
+    here,
+    inputs,
+    inputs_of_all,
+    mean_square,
+    mlp,
+    wrapped,
+)
 from test_freeing import live_sizes
 from torch import nn
 from torch.distributed._composable import checkpoint as composable
@@ -341,7 +350,7 @@ def test_activations_are_not_kept(rank):
         layers = nn.Sequential(nn.Linear(WIDTH, wide), nn.Tanh(), nn.Linear(wide, WIDTH))
         model = wrapped(nn.Sequential(checkpoint_module(layers) if checkpointed else layers), "0")
         torch_xla.sync()
-        loss = model(inputs(rank).to(torch_xla.device())).square().mean()
+        loss = mean_square(model, here(rank))
         activation = inputs(rank).shape[0] * wide
         counts.append(sum(size == activation for size in live_sizes(torch_xla.device())))
         loss.backward()
@@ -387,7 +396,7 @@ def test_checkpoints_and_units(rank, how):
         for layer in model.module[0].layers[:2]:
             checkpoint_module(layer)
     for _ in range(2):
-        model(inputs(rank).to(torch_xla.device()).requires_grad_()).square().mean().backward()
+        model(here(rank).requires_grad_()).square().mean().backward()
         everyone = inputs_of_all().requires_grad_()
         plain(everyone).square().mean().backward()
     assert_same_gradients(model, plain)
@@ -494,7 +503,7 @@ class Changing(nn.Module):
 @on_each_rank(2)
 def test_a_forward_that_changes_is_an_error(rank):
     model = wrapped(nn.Sequential(checkpoint_module(Changing())), "0")
-    x = inputs(rank).to(torch_xla.device()).requires_grad_()
+    x = here(rank).requires_grad_()
     with pytest.raises(RuntimeError, match="recomputation of Changing saved .* must compute the"):
         model(x).sum().backward()
     with torch.no_grad():

@@ -15,7 +15,7 @@ from small_models import (
     WIDTH,
     assert_same_backward,
     assert_same_gradients,
-    inputs,
+    here,
     inputs_of_all,
     mlp,
     trace_as_on_tpu,
@@ -130,7 +130,7 @@ def test_mixes_train_as_in_plain_torch(rank, kind):
         ours = torch.optim.SGD(model.parameters(), 0.2, 0.9)
         theirs = torch.optim.SGD(plain.parameters(), 0.2, 0.9)
         for step in range(2):
-            loop(model, inputs(rank, step).to("xla"), step)
+            loop(model, here(rank, step), step)
             loop(plain, inputs_of_all(step), step)
             assert_same_gradients(model, plain)
             ours.step(), theirs.step()
@@ -203,7 +203,7 @@ def test_hooks_see_and_change_what_plain_torch_gives_them(rank, kind):
     theirs, ours = [], []
     hooked(plain, theirs), hooked(model, ours)
     for step in range(2):
-        summed_losses(model, inputs(rank, step).to("xla"), step)
+        summed_losses(model, here(rank, step), step)
         summed_losses(plain, inputs_of_all(step), step)
         assert_same_gradients(model, plain)
 
@@ -223,19 +223,19 @@ def test_hooks_on_what_is_reduced_at_the_end(rank):
         named["value.weight"].register_post_accumulate_grad_hook(halve)
     for number, hold in enumerate((model.no_sync(), contextlib.nullcontext())):
         with hold:
-            one_of_the_outputs(model, inputs(rank).to("xla"), 1 - number)
+            one_of_the_outputs(model, here(rank), 1 - number)
     everyone = inputs_of_all()
     for number in range(2):
         one_of_the_outputs(plain, everyone, 1 - number)
     assert_same_gradients(model, plain)
     # A backward that does not reach them calls no hook: not for what is there already.
-    one_of_the_outputs(model, inputs(rank).to("xla"), 0)
+    one_of_the_outputs(model, here(rank), 0)
     one_of_the_outputs(plain, everyone, 0)
     assert_same_gradients(model, plain)
     # Also where the backward goes through an inner wrapper only.
     plain, model = mlp(), wrapped(mlp(), "1")
-    model(inputs(rank).to("xla"))
-    for one, x in ((plain, everyone), (model, inputs(rank).to("xla"))):
+    model(here(rank))
+    for one, x in ((plain, everyone), (model, here(rank))):
         with getattr(one, "no_sync", contextlib.nullcontext)():
             one[1](x).square().mean().backward()
         one[1](x).square().mean().backward(inputs=[one[1][0].weight])
@@ -259,7 +259,7 @@ def test_optimizers_in_the_backward(rank):
         plain, model = Model(), wrap(kind, Model())
         prepare(plain), prepare(model)
         for step in range(3):
-            summed_losses(model, inputs(rank, step).to("xla"), step)
+            summed_losses(model, here(rank, step), step)
             summed_losses(plain, inputs_of_all(step), step)
             torch_xla.sync()
         found = whole(model, model.state_dict())

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_xla
 from on_ranks import on_each_rank
-from small_models import inputs, mlp, trace_as_on_tpu, wrapped
+from small_models import here, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -35,7 +35,7 @@ def program(rank, options, frozen=()):
         parameter.requires_grad_(name not in frozen)
     model = wrapped(plain, "1", **options)
     torch_xla.sync()
-    loss = model(inputs(rank).to(torch_xla.device())).float().square().mean()
+    loss = model(here(rank)).float().square().mean()
     found = collections.Counter()
     for dtype, shape, kind in collectives_of(model, loss):
         found[kind, dtype] += 1
@@ -131,7 +131,7 @@ def test_no_sync_saves_reductions(rank):
     for hold in (True, False):
         model = wrapped(mlp(), "1")
         torch_xla.sync()
-        x = inputs(rank).to(torch_xla.device())
+        x = here(rank)
         if hold:
             with model.no_sync():
                 model(x).sum().backward()
@@ -159,7 +159,7 @@ def test_no_sync_loses_no_gradient_of_a_unit_that_is_left_out(rank, as_on_tpu):
     """The last micro-batch does not use a unit that an earlier one, inside no_sync, did."""
     trace_as_on_tpu(as_on_tpu)
     model = wrapped(Skips(), "inner")
-    x = inputs(rank).to(torch_xla.device())
+    x = here(rank)
     with model.no_sync():
         model(x, True).sum().backward()
     model(x, False).sum().backward()
