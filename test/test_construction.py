@@ -11,6 +11,8 @@ import torch_xla.runtime as xr
 from on_ranks import on_each_rank
 from small_models import (
     WIDTH,
+    Computes,
+    assert_same_backward,
     assert_same_gradients,
     here,
     hybrid,
@@ -18,6 +20,7 @@ from small_models import (
     inputs_of_all,
     mean_square,
     mlp,
+    of_parameters,
     whole,
     wrapped,
 )
@@ -67,34 +70,36 @@ def test_policies_choose_submodules():
     assert wrapped_names(model, policy) == ["l.0", "l.1"]
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scales = nn.ParameterDict({"a": nn.Parameter(torch.ones(6))})
-        self.shifts = nn.ParameterList([nn.Parameter(torch.ones(6))])
-        self.layers = nn.ModuleDict({"linear": nn.Linear(6, 6)})
-        self.holder = nn.Module()
-        self.holder.extra = nn.Parameter(torch.ones(6))
+def with_holders():
+    """Parameters in containers, and a module without a forward."""
+    torch.manual_seed(0)
+    scale, shift, extra = (nn.Parameter(torch.ones(6)) for _ in range(3))
+    holder = nn.Module()
+    holder.extra = extra
 
-    def forward(self, x):
+    def compute(self, x):
         x = self.layers["linear"](x) * self.scales["a"]
         return x + self.shifts[0] + self.holder.extra
+
+    children = {
+        "scales": nn.ParameterDict({"a": scale}),
+        "shifts": nn.ParameterList([shift]),
+        "layers": nn.ModuleDict({"linear": nn.Linear(6, 6)}),
+    }
+    return nn.Sequential(Computes(compute, **children, holder=holder), nn.Linear(6, 6))
 
 
 @on_each_rank(2)
 def test_policies_choose_what_has_a_forward(rank):
-    names = wrapped_names(nn.Sequential(Scaled(), nn.Linear(6, 6)), always_wrap_policy)
+    names = wrapped_names(with_holders(), always_wrap_policy)
     assert names == ["0", "0.layers.linear", "1"]
-    torch.manual_seed(0)
-    plain = nn.Sequential(Scaled(), nn.Linear(6, 6))
-    want = plain(torch.ones(2, 6)).sum().item()
+    want = with_holders()(torch.ones(2, 6)).sum().item()
     for policy in (
         always_wrap_policy,
         functools.partial(size_based_auto_wrap_policy, min_num_params=6),
         lambda module, recurse, unwrapped_params: True,
     ):
-        torch.manual_seed(0)
-        model = FSDP(nn.Sequential(Scaled(), nn.Linear(6, 6)), auto_wrap_policy=policy)
+        model = FSDP(with_holders(), auto_wrap_policy=policy)
         assert model(torch.ones(2, 6).to("xla")).sum().item() == pytest.approx(want, rel=1e-5)
         assert isinstance(model.module[0], FSDP) and isinstance(model.module[1], FSDP)
 
@@ -283,19 +288,16 @@ def test_sharding_groups_without_replicas(rank):
     del options["replication_groups"]
     plain, model = mlp(), wrapped(mlp(), "1", **options)
     mean_square(model, here(rank)).backward()
-    mine = range(2 * (rank // 2), 2 * (rank // 2) + 2)
-    plain(torch.cat([inputs(r) for r in mine])).square().mean().backward()
+    mine = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+    mean_square(plain, torch.cat([inputs(r) for r in range(4)][mine])).backward()
     norm = model.clip_grad_norm_(0.01)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     torch_xla.sync()
     torch.testing.assert_close(norm.cpu(), expected)
-
     grads = {n: p.grad.cpu() for n, p in model.named_parameters()}
-    everyone = xm.mesh_reduce("grads", grads, lambda values: values)
-    group = everyone[2 * (rank // 2) : 2 * (rank // 2) + 2]
+    group = xm.mesh_reduce("grads", grads, list)[mine]
     ours = consolidate_sharded_state_dicts(group, model.get_shard_metadata())
-    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(ours, of_parameters(plain), rtol=1e-4, atol=1e-7)
 
 
 @on_each_rank(3)
@@ -338,9 +340,8 @@ def test_clipping_edges(rank):
             model.clip_grad_norm_(wrong)
     with pytest.raises(ValueError, match="norm_type must be positive, got -2"):
         model.clip_grad_norm_(1.0, norm_type=-2)
-    mean_square(model, here(0)).backward()
     plain = mlp()
-    plain(inputs(0)).square().mean().backward()
+    assert_same_backward(model, plain, rank)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9, 3)
     for options in ({}, {"groups": [[0, 1, 2]]}):
         ours = model.clip_grad_norm_(1e9, 3, **options)
@@ -366,34 +367,27 @@ def tokens(rank: int) -> torch.Tensor:
     return torch.randint(9, (5, 2), generator=torch.Generator().manual_seed(rank))
 
 
-def train(model: nn.Module, loss) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), 0.3)
-    losses = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        value = loss(model)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses
-
-
 @on_each_rank(2)
 def test_moved_then_wrapped(rank):
+    def trained(model, batch):
+        optimizer = torch.optim.SGD(model.parameters(), 0.3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            mean_square(model, batch).backward()
+            optimizer.step()
+
     plain = Tied()
-    expected = train(
-        plain, lambda model: sum(model(tokens(n)).square().mean() for n in range(2)) / 2
-    )
+    trained(plain, torch.cat([tokens(n) for n in range(2)], dim=1))
+    assert not torch.equal(plain.head.weight, Tied().head.weight)
     for options in ({}, {"flatten_parameters": True}):
         model = Tied().to(torch_xla.device())
         assert model.head.weight is model.embed.weight
         assert model.second._flat_weights[1] is model.first.weight_hh_l0
         assert len(list(model.parameters())) == len(list(plain.parameters()))
         model = FSDP(model, **options)
-        train(model, lambda model: model(tokens(rank).to("xla")).square().mean())
+        trained(model, tokens(rank).to("xla"))
         for name, value in full_state_dict(model).items():
             torch.testing.assert_close(value.cpu(), plain.state_dict()[name], rtol=1e-4, atol=1e-5)
-    assert expected[0] > expected[-1]
 
 
 @on_each_rank(1)
