@@ -11,10 +11,10 @@ import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
 from small_models import (
     WIDTH,
-    assert_same_gradients,
+    Computes,
+    assert_same_backward,
     here,
     inputs,
-    inputs_of_all,
     mean_square,
     mlp,
     wrapped,
@@ -231,15 +231,10 @@ def units_inside(model):
     return FSDP(model)
 
 
-def units_outside(model, impl=CheckpointImpl.NO_REENTRANT):
+def units_outside(model, impl=CheckpointImpl.NO_REENTRANT, shard=None):
     wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=impl)
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=is_layer)
-    return wrapped(model, "layers.0", "layers.1")
-
-
-def applied_in_place(model):
-    apply_activation_checkpointing(model, check_fn=is_layer)
-    return in_place(model)
+    return shard(model) if shard else wrapped(model, "layers.0", "layers.1")
 
 
 def composed_in_place(model):
@@ -252,7 +247,7 @@ WRAPPINGS = {
     "units in recomputed layers": units_inside,
     "recomputed layers in units": units_outside,
     "reentrant": functools.partial(units_outside, impl=CheckpointImpl.REENTRANT),
-    "in place": applied_in_place,
+    "in place": functools.partial(units_outside, shard=in_place),
     "composed in place": composed_in_place,
 }
 
@@ -305,21 +300,20 @@ def test_states_have_the_names_and_values_of_the_module(rank, folder):
                 torch.testing.assert_close(value, expected[key], rtol=0, atol=0)
 
 
-class Scanned(nn.Module):
-    def __init__(self, call, wrap=lambda module: module):
-        super().__init__()
-        self.call = call
-        self.inner = wrap(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+def scanned(call, wrap=lambda module: module):
+    inner = wrap(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    return Computes(_adds_inner, call=call, inner=inner)
 
-    def forward(self, x):
-        return x + self.call(self.inner, x)
+
+def _adds_inner(self, x):
+    return x + self.call(self.inner, x)
 
 
 @on_each_rank(2)
 def test_checkpoints_in_scanned_blocks(rank):
     def trained(around, device, *block):
         torch.manual_seed(0)
-        blocks = around([Scanned(*block) for _ in range(3)])
+        blocks = around([scanned(*block) for _ in range(3)])
         # One process has the rows of both ranks.
         rows = [inputs(one) for one in ((rank,) if device.type == "xla" else (0, 1))]
         blocks(torch.cat(rows).to(device)).square().mean().backward()
@@ -370,62 +364,49 @@ def test_inputs_are_not_kept_by_the_loss(rank):
     assert x.numel() not in live_sizes(torch_xla.device())
 
 
-class Calling(nn.Module):
+def calling(how):
     """Calls two of its layers by torch_xla's checkpoint, which runs a nested backward, or directly;
     and uses a parameter of one besides."""
 
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.layers = how, mlp()
-
-    def forward(self, x):
-        foreign = self.how != "own around units" and x.device.type == "xla"
+    def compute(self, x):
+        foreign = how != "own around units" and x.device.type == "xla"
         for layer in self.layers[:2]:
             x = of_torch_xla(layer, x) if foreign else layer(x)
         x = self.layers[2](x)
-        return x * self.layers[0].bias.sum() if self.how == "foreign in a unit" else x
+        return x * self.layers[0].bias.sum() if how == "foreign in a unit" else x
+
+    return nn.Sequential(Computes(compute, layers=mlp()))
 
 
 @pytest.mark.parametrize("how", ["own around units", "foreign around units", "foreign in a unit"])
 @on_each_rank(2)
 def test_checkpoints_and_units(rank, how):
-    plain, model = nn.Sequential(Calling(how)), nn.Sequential(Calling(how))
+    plain, model = calling(how), calling(how)
     units = ["0"] if how == "foreign in a unit" else ["0.layers.0", "0.layers.1"]
     model = wrapped(model, *units)
     if how == "own around units":
         for layer in model.module[0].layers[:2]:
             checkpoint_module(layer)
     for _ in range(2):
-        model(here(rank).requires_grad_()).square().mean().backward()
-        everyone = inputs_of_all().requires_grad_()
-        plain(everyone).square().mean().backward()
-    assert_same_gradients(model, plain)
+        loss_of = lambda one, x: mean_square(one, x.requires_grad_())  # noqa: E731
+        assert_same_backward(model, plain, rank, loss_of)
 
 
-class Shared(nn.Module):
+def shares(self, x):
     """Computes with a table that others use too, in the way that ``kind`` says."""
-
-    def __init__(self, table, kind):
-        super().__init__()
-        self.linear, self.kind = nn.Linear(WIDTH, WIDTH), kind
-        self.own = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else None
-        self.table = table  # a module with a buffer
-        self.alias = []
-
-    def forward(self, x):
-        if self.kind == "updated in place":
-            self.table.values.mul_(2.0)
-        if self.kind == "updated by another name":
-            self.alias[0].mul_(2.0)
-        if self.kind == "assigned":
-            self.table.values = self.table.values * 2.0
-        if self.kind == "batch norm":
-            x = self.own(x) * self.own.running_var.clone()
-        if self.kind == "dropout":
-            x = nn.functional.dropout(x, 0.5, self.training)
-        if self.kind == "drawn on the host":
-            x = x * (torch.rand(WIDTH) > 0.5).float().to(x.device)
-        return torch.tanh(self.linear(x) * self.table.values)
+    if self.kind == "updated in place":
+        self.table.values.mul_(2.0)
+    if self.kind == "updated by another name":
+        self.alias[0].mul_(2.0)
+    if self.kind == "assigned":
+        self.table.values = self.table.values * 2.0
+    if self.kind == "batch norm":
+        x = self.own(x) * self.own.running_var.clone()
+    if self.kind == "dropout":
+        x = nn.functional.dropout(x, 0.5, self.training)
+    if self.kind == "drawn on the host":
+        x = x * (torch.rand(WIDTH) > 0.5).float().to(x.device)
+    return torch.tanh(self.linear(x) * self.table.values)
 
 
 KINDS = (
@@ -433,29 +414,22 @@ KINDS = (
 )  # fmt: skip
 
 
-class Table(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("values", torch.linspace(0.5, 1.5, WIDTH))
+def tables(kind, recomputed):
+    torch.manual_seed(0)
+    table = Computes(lambda self, x: x * self.values)
+    table.register_buffer("values", torch.linspace(0.5, 1.5, WIDTH))
+    first, linear = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    own = nn.BatchNorm1d(WIDTH) if kind == "batch norm" else None
+    layer = Computes(shares, linear=linear, kind=kind, own=own, table=table, alias=[])
 
-    def forward(self, x):
-        return x * self.values
-
-
-class Tables(nn.Module):
-    def __init__(self, kind, recomputed):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.first = Table(), nn.Linear(WIDTH, WIDTH)
-        layer = Shared(self.table, kind)
-        self.layer = checkpoint_module(layer) if recomputed else layer
-        self.kind = kind
-
-    def forward(self, x):
+    def compute(self, x):
         x = self.first(x)
         # What autograd saves here must not be updated in place by the layer.
-        x = self.table(x) if "updated" not in self.kind else x
+        x = self.table(x) if "updated" not in kind else x
         return self.layer(x)
+
+    layer = checkpoint_module(layer) if recomputed else layer
+    return Computes(compute, table=table, first=first, layer=layer)
 
 
 @pytest.mark.parametrize("sharding", ["class", "in place", "none"])
@@ -466,7 +440,7 @@ def test_random_numbers_modes_and_buffers_are_those_of_the_forward(rank, shardin
     for kind in KINDS:
         found = []
         for recomputed in (False, True):
-            model = shard(Tables(kind, recomputed).to(device))
+            model = shard(tables(kind, recomputed).to(device))
             torch.manual_seed(11)
             xm.set_rng_state(11)
             drawn = []
@@ -481,30 +455,26 @@ def test_random_numbers_modes_and_buffers_are_those_of_the_forward(rank, shardin
             found.append([tensor.cpu() for tensor in tensors])
         for plain, recomputed in zip(*found, strict=True):
             torch.testing.assert_close(plain, recomputed, msg=lambda m, kind=kind: f"{kind}: {m}")
-    model = Tables("updated by another name", True).to(device)
+    model = tables("updated by another name", True).to(device)
     model.layer.alias = [model.table.values]
     with pytest.raises(
-        RuntimeError, match="changed its buffer 'values', of a Table, a second time"
+        RuntimeError, match="changed its buffer 'values', of a Computes, a second time"
     ):
         model(inputs(rank).to(device)).sum().backward()
 
 
-class Changing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return torch.tanh(self.linear(x)) if self.calls % 2 else self.linear(x).detach()
-
-
 @on_each_rank(2)
 def test_a_forward_that_changes_is_an_error(rank):
-    model = wrapped(nn.Sequential(checkpoint_module(Changing())), "0")
+    calls = []
+
+    def changing(self, x):
+        calls.append(0)
+        return torch.tanh(self.linear(x)) if len(calls) % 2 else self.linear(x).detach()
+
+    layer = Computes(changing, linear=nn.Linear(WIDTH, WIDTH))
+    model = wrapped(nn.Sequential(checkpoint_module(layer)), "0")
     x = here(rank).requires_grad_()
-    with pytest.raises(RuntimeError, match="recomputation of Changing saved .* must compute the"):
+    with pytest.raises(RuntimeError, match="recomputation of Computes saved .* must compute the"):
         model(x).sum().backward()
     with torch.no_grad():
         assert model(x).shape == x.shape
