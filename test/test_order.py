@@ -8,7 +8,7 @@ import pytest
 import torch
 from lazy_modules import torch_xla
 from on_ranks import on_each_rank
-from small_models import assert_same_backward, here, mlp, trace_as_on_tpu, wrapped
+from small_models import Computes, assert_same_backward, here, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import BackwardPrefetch, checkpoint_module
@@ -57,35 +57,24 @@ def test_gradients_are_the_same_in_every_order(rank, options, checkpoint):
         assert nothing_held(model)
 
 
-class Opaque(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
+@on_each_rank(1)
+def test_nothing_is_held_after_a_step(rank):
+    trace_as_on_tpu()
 
-    def forward(self, x):
+    def hides(self, x):
         class Output:
             value = self.inner(x)
 
         return Output
 
-
-@on_each_rank(1)
-def test_nothing_is_held_after_a_step(rank):
-    trace_as_on_tpu()
-    x = torch.randn(2, 6).to(torch_xla.device())
-    opaque = wrapped(Opaque())
+    x = here(rank)
+    opaque = wrapped(Computes(hides, inner=nn.Linear(6, 6)))
     opaque(x).value.sum().backward()
     assert nothing_held(opaque)
 
-    class Parts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x):
-            return self.second(self.first(x))
-
-    model = wrapped(Parts(), "first")
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    parts = Computes(lambda self, x: self.second(self.first(x)), first=first, second=second)
+    model = wrapped(parts, "first")
     model(x)
     assert nothing_held(model)
     model.first(x)  # a part of the model by itself

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
+from small_models import Computes
 from test_scan import Model
 from torch import nn
 
@@ -76,27 +77,16 @@ def test_values_of_the_forward_are_taken(rank):
     """The values themselves: a module whose recomputation would give others."""
     calls = []
 
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(4))
-
-        def forward(self, x):
-            calls.append(0)
-            return x * self.gain * len(calls)  # 1 in the forward, 2 in the recomputation
-
-    class Squares(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Counting()
-
-        def forward(self, x):
-            return self.inner(x).square()
+    def counting(self, x):
+        calls.append(0)
+        return x * self.gain * len(calls)  # 1 in the forward, 2 in the recomputation
 
     slopes = []
     for keep in ((), ("inner",)):
         calls.clear()
-        blocks = scan_blocks([Squares()], keep=keep, ignore=["calls"])
+        inner = Computes(counting, gain=nn.Parameter(torch.ones(4)))
+        squares = Computes(lambda self, x: self.inner(x).square(), inner=inner)
+        blocks = scan_blocks([squares], keep=keep)
         x = torch.full((4,), 3.0).to(torch_xla.device()).requires_grad_()
         blocks(x).sum().backward()
         slopes.append(x.grad.cpu()[0].item())
@@ -125,13 +115,8 @@ def test_wrong_names_are_refused(rank):
         def forward(self, x):
             return x, x
 
-    class Takes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.pair, self.idle = Pair(), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.pair(x)[0] + self.idle.weight.sum()
+    def takes(self, x):
+        return self.pair(x)[0] + self.idle.weight.sum()
 
     x = torch.ones(4).to(torch_xla.device()).requires_grad_()
     for keep, match in (
@@ -142,4 +127,4 @@ def test_wrong_names_are_refused(rank):
         (["pair"], "keep='pair', but Pair returns tuple instead of a"),
     ):
         with pytest.raises((TypeError, ValueError), match=match):
-            scan_blocks([Takes()], keep=keep)(x)
+            scan_blocks([Computes(takes, pair=Pair(), idle=nn.Linear(4, 4))], keep=keep)(x)

@@ -1,13 +1,14 @@
 """What travels: read off the traced program of a step, not off the Python."""
 
 import collections
+import contextlib
 import re
 
 import pytest
 import torch
 import torch_xla
 from on_ranks import on_each_rank
-from small_models import here, mlp, trace_as_on_tpu, wrapped
+from small_models import Computes, here, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -87,20 +88,15 @@ def test_compute_dtype_governs_the_wire(run_ranks, compute_dtype, fp32_reduce_sc
         assert kinds == {("all-gather", narrow), ("reduce-scatter", reduced)}
 
 
-class Sizes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.large = nn.Linear(640, 512)  # 1.25 MiB
-        self.small = nn.Linear(512, 8)
-        self.norm = nn.LayerNorm(8, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.norm(self.small(self.large(x).relu()).double()).sum()
-
-
-def sizes(as_on_tpu):
-    trace_as_on_tpu(as_on_tpu)
-    model = FSDP(Sizes())
+def sizes():
+    trace_as_on_tpu()
+    model = Computes(
+        lambda self, x: self.norm(self.small(self.large(x).relu()).double()).sum(),
+        large=nn.Linear(640, 512),  # 1.25 MiB
+        small=nn.Linear(512, 8),
+        norm=nn.LayerNorm(8, dtype=torch.float64),
+    )
+    model = FSDP(model)
     loss = model(torch.randn(3, 640).to(torch_xla.device()))
     return sorted(collectives_of(model, loss))
 
@@ -108,7 +104,7 @@ def sizes(as_on_tpu):
 @on_each_rank(2)
 def test_large_parameters_travel_alone_and_small_ones_together_by_dtype(rank):
     rows = 320 // 128 + 1 + 4096 // 256  # a rank's biases and its part of the small matrix
-    assert sizes(True) == sorted([
+    assert sizes() == sorted([
         # In rows as the matrix has them, both ranks' and one rank's.
         ("f32", "512,640", "all-gather"),
         ("f32", "256,640", "reduce-scatter"),
@@ -120,37 +116,19 @@ def test_large_parameters_travel_alone_and_small_ones_together_by_dtype(rank):
 
 
 @on_each_rank(2)
-def test_on_cpu_ranks_every_parameter_travels_alone(rank):
-    assert [kind for _, _, kind in sizes(False)].count("all-gather") == 6
-
-
-@on_each_rank(2)
 def test_no_sync_saves_reductions(rank):
     trace_as_on_tpu()
     counts = []
     for hold in (True, False):
         model = wrapped(mlp(), "1")
         torch_xla.sync()
-        x = here(rank)
-        if hold:
-            with model.no_sync():
-                model(x).sum().backward()
-            assert all(isinstance(p.grad, UnreducedGradient) for p in model.parameters())
-        else:
-            model(x).sum().backward()
-        found = collectives_of(model, model(x).sum())
+        with model.no_sync() if hold else contextlib.nullcontext():
+            model(here(rank)).sum().backward()
+        held = [isinstance(p.grad, UnreducedGradient) for p in model.parameters()]
+        assert all(one is hold for one in held)
+        found = collectives_of(model, model(here(rank)).sum())
         counts.append(sum(kind == "reduce-scatter" for _, _, kind in found))
     assert counts == [2, 4]
-
-
-class Skips(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.outer = nn.Linear(6, 6)
-
-    def forward(self, x, use_inner):
-        return self.outer(self.inner(x) if use_inner else x)
 
 
 @pytest.mark.parametrize("as_on_tpu", [True, False])
@@ -158,8 +136,12 @@ class Skips(nn.Module):
 def test_no_sync_loses_no_gradient_of_a_unit_that_is_left_out(rank, as_on_tpu):
     """The last micro-batch does not use a unit that an earlier one, inside no_sync, did."""
     trace_as_on_tpu(as_on_tpu)
-    model = wrapped(Skips(), "inner")
-    x = here(rank)
+    model = Computes(
+        lambda self, x, use_inner: self.outer(self.inner(x) if use_inner else x),
+        inner=nn.Linear(6, 6),
+        outer=nn.Linear(6, 6),
+    )
+    model, x = wrapped(model, "inner"), here(rank)
     with model.no_sync():
         model(x, True).sum().backward()
     model(x, False).sum().backward()
