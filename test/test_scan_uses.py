@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch_xla
 from on_ranks import on_each_rank
+from small_models import Computes
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -157,15 +158,14 @@ def what_came_after_building(rank):
 
 
 def modes_of_the_forward(rank):
-    class Drops(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gain, self.drop = nn.Parameter(torch.ones(WIDTH)), nn.Dropout(0.5)
+    def drops():
+        gain, drop = nn.Parameter(torch.ones(WIDTH)), nn.Dropout(0.5)
+        return Computes(dropped, gain=gain, drop=drop)
 
-        def forward(self, x):
-            return self.drop(x * self.gain)
+    def dropped(self, x):
+        return self.drop(x * self.gain)
 
-    model = scan_blocks([Drops(), Drops()])
+    model = scan_blocks([drops(), drops()])
     x = torch.ones(2, WIDTH, device="xla", requires_grad=True)
     y = model(x)
     model.eval()  # to look at something else, before the backward

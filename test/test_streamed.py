@@ -9,7 +9,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 from on_ranks import on_each_rank, without_ranks
-from small_models import assert_same_gradients
+from small_models import Computes, assert_same_gradients
 from torch import nn
 
 from xla_fsdp import (
@@ -111,16 +111,11 @@ def dropout_is_replayed():
 def checkpoints_around_wrappers():
     from torch_xla.utils.checkpoint import checkpoint
 
-    class Outside(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x):
-            return checkpoint(self.layer, x)
+    def outside(layer):
+        return Computes(lambda self, x: checkpoint(self.layer, x), layer=layer)
 
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
-    for way in (Outside, checkpoint_module):
+    for way in (outside, checkpoint_module):
         torch.manual_seed(2)
         blocks = [Block() for _ in range(3)]
         expected = nn.Sequential(nn.Linear(WIDTH, WIDTH), *copy.deepcopy(blocks))
@@ -193,16 +188,12 @@ def test_plan():
     width, depth, rows, ranks = 256, 4, 512, 4
     options = streaming(compute_dtype=torch.bfloat16)
 
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-        def forward(self, x):
-            return x + self.down(F.gelu(self.up(x)))
+    def wide():
+        up, down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        return Computes(lambda self, x: x + self.down(F.gelu(self.up(x))), up=up, down=down)
 
     def step():
-        blocks = (FSDP(checkpoint_module(Wide()), **options) for _ in range(depth))
+        blocks = (FSDP(checkpoint_module(wide()), **options) for _ in range(depth))
         model = FSDP(nn.Sequential(nn.Linear(width, width, bias=False), *blocks), **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         for _ in range(2):
