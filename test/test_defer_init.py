@@ -7,7 +7,7 @@ import torch
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank
 from safetensors.torch import save_file
-from small_models import WIDTH, assert_same_gradients, here, inputs, whole
+from small_models import WIDTH, Computes, assert_same_gradients, here, inputs, whole
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -129,23 +129,22 @@ def test_values_come_with_a_load_or_are_missed(rank, tmp_path):
     model(x)
 
 
-class Positions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-        self.register_buffer("steps", torch.arange(WIDTH).float(), persistent=False)
-
-    def forward(self, x):
-        return x * self.weight + self.steps
-
-
 @on_each_rank(2, timeout=1500)
 def test_buffers_that_no_checkpoint_has(rank):
-    with torch.device("meta"):
-        model = nn.Sequential(Positions())
-    expected = nn.Sequential(Positions())(inputs(rank))
-    model = FSDP(model, param_init_fn=defer_init)
-    load_full_state_dict(model, {"0.weight": torch.ones(WIDTH)})
+    def positions(device):
+        with torch.device(device):
+            weight = nn.Parameter(torch.ones(WIDTH))
+            module = Computes(lambda self, x: x * self.weight + self.steps, weight=weight)
+            module.register_buffer("steps", torch.arange(WIDTH).float(), persistent=False)
+        return nn.Sequential(module)
+
+    def loaded(init):
+        model = FSDP(positions("meta"), param_init_fn=init)
+        load_full_state_dict(model, {"0.weight": torch.ones(WIDTH)})
+        return model
+
+    expected = positions("cpu")(inputs(rank))
+    model = loaded(defer_init)
     with pytest.raises(RuntimeError, match="before '0.steps' had values.* no checkpoint contains"):
         model(here(rank))
     with FSDP.summon_full_params(model):
@@ -156,11 +155,7 @@ def test_buffers_that_no_checkpoint_has(rank):
         defer_init(module)
         module.steps = torch.arange(WIDTH).float()
 
-    with torch.device("meta"):
-        model = nn.Sequential(Positions())
-    model = FSDP(model, param_init_fn=init)
-    load_full_state_dict(model, {"0.weight": torch.ones(WIDTH)})
-    assert torch.equal(model(here(rank)).cpu(), expected)
+    assert torch.equal(loaded(init)(here(rank)).cpu(), expected)
 
 
 @on_each_rank(2, timeout=1500)

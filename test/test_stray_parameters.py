@@ -6,7 +6,7 @@ import pytest
 import torch
 from on_ranks import on_each_rank
 from rank_warnings import every_rank_warns
-from small_models import assert_same_gradients, here, whole, wrapped
+from small_models import Computes, assert_same_gradients, here, whole, wrapped
 from torch import nn
 
 from xla_fsdp import scan_blocks
@@ -41,16 +41,12 @@ def layers_called_by_themselves(rank):
                 call(x)
         assert torch.equal(model(x).cpu(), Model()(x.cpu()))
 
-    class Reads(nn.Module):  # and has no wrapper itself
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer
+    def reads(self, x):
+        return nn.functional.linear(x, self.layer.weight)
 
-        def forward(self, x):
-            return nn.functional.linear(x, self.layer.weight)
-
+    layer = wrapped(nn.Linear(WIDE, 6), shard_param_on_dim_0=True)
     with pytest.raises(RuntimeError, match="'weight', which is sharded here"):
-        Reads(wrapped(nn.Linear(WIDE, 6), shard_param_on_dim_0=True))(x)
+        Computes(reads, layer=layer)(x)  # which has no wrapper itself
     model = wrapped(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDE, 6))))
     with pytest.raises(RuntimeError, match="weight.original.', which is sharded here"):
         print(model[0].weight)
@@ -89,17 +85,14 @@ def objects_kept_from_before(rank):
 def read_in_hooks(rank):
     """Around the wrapper, and in the backward, where no forward has gathered."""
 
-    def before(module, given):
-        return given[0] * module.layer.weight.norm()
-
     x = torch.ones(2, WIDE).to("xla")
-    for register in (
-        lambda model: model.register_forward_hook(lambda m, a, y: y * m.layer.weight.norm()),
-        lambda model: model.register_forward_pre_hook(before),
+    for register, hook in (
+        ("register_forward_hook", lambda m, given, y: y * m.layer.weight.norm()),
+        ("register_forward_pre_hook", lambda m, given: given[0] * m.layer.weight.norm()),
     ):
         model, plain = wrapped(Model()), Model()
-        register(model)
-        register(plain)
+        getattr(model, register)(hook)
+        getattr(plain, register)(hook)
         given = torch.linspace(-1, 2, 2 * WIDE).view(2, WIDE)
         torch.testing.assert_close(model(given.to("xla")).cpu(), plain(given), rtol=1e-4, atol=1e-5)
     model, plain = wrapped(Model()), Model()
@@ -130,16 +123,13 @@ def a_layer_replaced_later(rank):
         optimizer.step()
 
 
-class Penalised(nn.Module):
-    def __init__(self, penalty):
-        super().__init__()
-        torch.manual_seed(4)
-        self.inside = nn.Linear(WIDE, WIDE)
-        self.own = nn.Linear(WIDE, 3)
-        self.penalty = penalty
-
-    def forward(self, x):
-        return self.own(self.inside(x)).square().mean() + self.penalty(self)
+def penalised(penalty):
+    torch.manual_seed(4)
+    return Computes(
+        lambda self, x: self.own(self.inside(x)).square().mean() + penalty(self),
+        inside=nn.Linear(WIDE, WIDE),
+        own=nn.Linear(WIDE, 3),
+    )
 
 
 def parameters_gone_through_in_a_forward(rank):
@@ -154,14 +144,14 @@ def parameters_gone_through_in_a_forward(rank):
         ),
     )
     for penalty in penalties:
-        plain = Penalised(penalty)
+        plain = penalised(penalty)
         plain(x.cpu()).backward()
-        model = wrapped(Penalised(penalty), "inside")
+        model = wrapped(penalised(penalty), "inside")
         model(x).backward()
         for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
             full = mine.grad.full_tensor().cpu()
             torch.testing.assert_close(full, its.grad, rtol=1e-4, atol=1e-4)
-    model = wrapped(Penalised(penalties[0]), "inside", flatten_parameters=True)
+    model = wrapped(penalised(penalties[0]), "inside", flatten_parameters=True)
     with pytest.raises(RuntimeError, match="'inside.flat_param_0', which is .* contains several"):
         model(x)
 
@@ -175,7 +165,7 @@ def parameters_gone_through_in_a_forward(rank):
         return 0.0
 
     for trained in (True, False):
-        model = wrapped(Penalised(looks), "inside")
+        model = wrapped(penalised(looks), "inside")
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         model(x)
@@ -215,12 +205,11 @@ def what_hangs_on_parameters(rank):
     with every_rank_warns(rank, "'bias' has a gradient from before the wrapping"):
         wrapped(layer)
 
-    class Keeps(nn.Linear):
-        def forward(self, x):
-            self.__dict__["kept"] = self.weight
-            return super().forward(x)
+    def keeps(self, x):
+        self.__dict__["kept"] = self.layer.weight
+        return self.layer(x)
 
-    model = wrapped(Keeps(6, 6), disable_reshard_on_root=False)
+    model = wrapped(Computes(keeps, layer=nn.Linear(6, 6)), disable_reshard_on_root=False)
     model(here(rank))
     assert model.module.kept.sum().isnan()  # was freed since
 

@@ -5,7 +5,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank
-from small_models import assert_same_gradients, trace_as_on_tpu, whole
+from small_models import Computes, assert_same_gradients, trace_as_on_tpu, whole
 from small_models import wrapped as wrap
 from torch import nn
 
@@ -275,30 +275,20 @@ def test_parts_of_a_model_and_what_is_refused(rank):
         asking(torch.ones(1, 4).to("xla"))
 
 
-class Looking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 3)
-        self.look = None
-        self.seen = []
-
-    def forward(self, x):
-        self.seen = self.look()
-        own = [self.inner.weight, self.inner.bias]
-        assert all(a is b for a, b in zip(self.seen, own, strict=True))
-        return self.inner(x)
-
-
 @on_each_rank(2)
 def test_lists_of_full_parameters(rank):
-    shapes = [(3, WIDTH), (3,)]
+    shapes, wrappers = [(3, WIDTH), (3,)], []
+
+    def looks(self, x):
+        listed = [*wrappers[-1].full_params]
+        own = [self.inner.weight, self.inner.bias]
+        assert all(a is b for a, b in zip(listed, own, strict=True))
+        return self.inner(x)
+
     for flat in (False, True):
-        model = FSDP(Looking(), flatten_parameters=flat)
-        module = model.module
-        module.look = lambda model=model: [*model.full_params]
-        module.seen = []
+        model = FSDP(Computes(looks, inner=nn.Linear(WIDTH, 3)), flatten_parameters=flat)
+        wrappers.append(model)
         model(torch.ones(2, WIDTH).to("xla")).sum().backward()
-        assert len(module.seen) == 2
         with FSDP.summon_full_params(model):
             assert [tuple(p.shape) for p in model.full_params] == shapes
             held = list(model.parameters())
