@@ -9,7 +9,7 @@ import torch_xla.debug.metrics as met
 from lazy_modules import torch_xla, xm, xr
 from on_ranks import on_each_rank, without_ranks
 from rank_warnings import every_rank_warns
-from small_models import hybrid, whole
+from small_models import here, hybrid, inputs_of_all, mean_square, mlp, whole
 from torch import nn
 
 import xla_fsdp.optim
@@ -355,32 +355,24 @@ def refused(rank):
 
 
 def lbfgs(rank):
-    def train(model, x, y):
+    def train(model, x):
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 
         def closure():
             optimizer.zero_grad()
-            loss = (model(x) - y).square().mean()
+            loss = mean_square(model, x)
             loss.backward()
             return loss
 
         optimizer.step(closure)
         return [parameter.detach().cpu() for parameter in model.parameters()]
 
-    def mlp():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
-    part = slice(4 * rank, 4 * rank + 4)
-    mine = [one[part].to(torch_xla.device()) for one in (x, y)]
     with pytest.raises(RuntimeError, match="(?s)view needs parameter '0.weight'.*NO_SHARD"):
-        train(FSDP(mlp()), *mine)
+        train(FSDP(mlp()), here(rank))
     # It compares losses, which must be the same on all ranks: they see the same batch.
-    whole = FSDP(mlp(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    found = train(whole, x.to(torch_xla.device()), y.to(torch_xla.device()))
-    for ours, plain_one in zip(found, train(mlp(), x, y), strict=True):
+    one = FSDP(mlp(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    found = train(one, inputs_of_all().to(torch_xla.device()))
+    for ours, plain_one in zip(found, train(mlp(), inputs_of_all()), strict=True):
         torch.testing.assert_close(ours.reshape(-1)[: plain_one.numel()], plain_one.reshape(-1))
 
 

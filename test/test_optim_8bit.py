@@ -24,16 +24,8 @@ def published_values(signed: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_values_are_the_published_ones(signed):
-    expected = published_values(signed)
-    assert len(expected) == 256
-    codes = torch.arange(256, dtype=torch.uint8)  # indices into the values, ascending
-    found = adam8bit.decode(codes, torch.ones(1), signed)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_an_element_becomes_the_nearest_value(signed):
+def test_an_element_becomes_the_nearest_published_value(signed):
+    assert len(published_values(signed)) == 256
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5000, generator=generator) * 10 ** (-8 * torch.rand(5000, generator=generator))
     x = x if signed else x.abs()
