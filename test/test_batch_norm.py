@@ -37,21 +37,17 @@ class Residual(nn.Module):
 
 
 def layers(kind):
-    if kind == "1d":
-        parts = [nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)]
-        return parts, (6,)
-    if kind == "1d of sequences":
-        parts = [nn.Conv1d(2, 5, 3), nn.BatchNorm1d(5, momentum=None, eps=1e-3), nn.Tanh()]
-        return parts, (2, 9)
-    if kind == "2d":
-        return [Residual(3, 4), Residual(4, 6)], (3, 8, 8)
-    if kind == "3d":
-        return [nn.Conv3d(1, 4, 2), nn.BatchNorm3d(4, affine=False), nn.Sigmoid()], (1, 4, 3, 5)
-    if kind == "without running statistics":
-        parts = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.Tanh()]
-        return parts, (2, 5, 5)
-    assert kind == "far from zero"
-    return [nn.BatchNorm1d(3, momentum=0.3), nn.Tanh(), nn.Linear(3, 3)], (3,)
+    linear = [nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)]
+    sequences = [nn.Conv1d(2, 5, 3), nn.BatchNorm1d(5, momentum=None, eps=1e-3), nn.Tanh()]
+    without = nn.BatchNorm2d(4, track_running_stats=False)
+    return {
+        "1d": (linear, (6,)),
+        "1d of sequences": (sequences, (2, 9)),
+        "2d": ([Residual(3, 4), Residual(4, 6)], (3, 8, 8)),
+        "3d": ([nn.Conv3d(1, 4, 2), nn.BatchNorm3d(4, affine=False), nn.Sigmoid()], (1, 4, 3, 5)),
+        "without running statistics": ([nn.Conv2d(2, 4, 3), without, nn.Tanh()], (2, 5, 5)),
+        "far from zero": ([nn.BatchNorm1d(3, momentum=0.3), nn.Tanh(), nn.Linear(3, 3)], (3,)),
+    }[kind]
 
 
 def plain(kind):
@@ -181,7 +177,7 @@ def part(rank, size, x):
 
 @on_each_rank(4)
 def test_evaluation_uses_running_statistics(rank):
-    model = norm().eval()
+    model, x = norm().eval(), whole_batch().chunk(4)[rank]
     with torch.no_grad():
         model.running_mean.copy_(torch.tensor([0.5, -1.0, 2.0]))
         model.running_var.copy_(torch.tensor([0.5, 1.0, 2.0]))
@@ -190,24 +186,22 @@ def test_evaluation_uses_running_statistics(rank):
     plain.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
     torch_xla.sync()
     found = []
-    for one, x in ((model, part(rank, 4, whole_batch())), (plain, whole_batch().chunk(4)[rank])):
-        y = one(x.requires_grad_())
+    for one, given in ((model, x.to("xla")), (plain, x.clone())):
+        y = one(given.requires_grad_())
         y.square().sum().backward()
         assert not current_rank().pending  # no collective
         torch_xla.sync()
-        found.append([t.detach().cpu() for t in (y, x.grad, one.weight.grad, one.bias.grad)])
+        found.append([t.detach().cpu() for t in (y, given.grad, one.weight.grad, one.bias.grad)])
     torch.testing.assert_close(*found, rtol=2e-5, atol=1e-5)
     assert model.num_batches_tracked.item() == 0
-    on_host = copy.deepcopy(model).cpu()(whole_batch().chunk(4)[rank])
-    torch.testing.assert_close(on_host, found[1][0], **CLOSE)
+    torch.testing.assert_close(copy.deepcopy(model).cpu()(x), found[1][0], **CLOSE)
 
 
 @on_each_rank(4)
 def test_statistics_of_a_group(rank):
     model = norm(groups=[[0, 2], [1, 3]], momentum=1.0)
     assert "groups=[[0, 2], [1, 3]]" in repr(model)
-    x = whole_batch()
-    parts = x.chunk(4)
+    parts = whole_batch().chunk(4)
     y = model(parts[rank].to("xla"))
     torch_xla.sync()
     plain = nn.BatchNorm2d(3, momentum=1.0)
@@ -216,29 +210,24 @@ def test_statistics_of_a_group(rank):
     z = plain(torch.cat([parts[first], parts[first + 2]]))
     torch.testing.assert_close(y.cpu(), z.chunk(2)[rank // 2], **CLOSE)
     torch.testing.assert_close(model.running_var.cpu(), plain.running_var, **CLOSE)
-    with pytest.raises(ValueError, match="each of the 4 ranks once"):
-        norm(groups=[[0, 2]])(x.to("xla"))
 
 
 @on_each_rank(4)
-def test_one_value_a_rank(rank):
-    x = torch.tensor([[1.0, 2.0, 5.0]]) * (rank + 1)
-    y = norm(affine=False)(x.to("xla"))
+def test_one_value_a_rank_and_wrong_inputs(rank):
+    row = torch.tensor([[1.0, 2.0, 5.0]])
+    y = norm(affine=False)((row * (rank + 1)).to("xla"))
     torch_xla.sync()
-    rows = torch.tensor([[1.0, 2.0, 5.0]]) * torch.arange(1.0, 5.0)[:, None]
-    expected = nn.BatchNorm1d(3, affine=False)(rows)
+    expected = nn.BatchNorm1d(3, affine=False)(row * torch.arange(1.0, 5.0)[:, None])
     torch.testing.assert_close(y.cpu(), expected[rank : rank + 1], **CLOSE)
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        norm(groups=[[0], [1], [2], [3]])(x.to("xla"))
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        norm()(torch.ones(0, 3).to("xla"))
-
-
-@on_each_rank(4)
-def test_wrong_inputs(rank):
-    for shape in ((3,), (4, 5), (4, 2, 3)):
-        with pytest.raises(ValueError, match=r"takes \(N, 3, ...\), at least two dimensions"):
-            norm()(torch.ones(shape).to("xla"))
+    few, dimensions = "Expected more than 1 value per channel", r"takes \(N, 3, ...\), at least two"
+    for make, shape, text in (
+        (lambda: norm(groups=[[0], [1], [2], [3]]), (1, 3), few),
+        (norm, (0, 3), few),
+        (lambda: norm(groups=[[0, 2]]), (4, 3), "each of the 4 ranks once"),
+        *((norm, shape, f"{dimensions} dimensions") for shape in ((3,), (4, 5), (4, 2, 3))),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make()(torch.ones(shape).to("xla"))
     with pytest.raises(ValueError, match=r"on an XLA device, got cpu\. .* eval\(\)"):
         norm().cpu()(torch.ones(4, 3))
 
