@@ -9,16 +9,24 @@ from xla_fsdp.ranks.watchdog import waits
 from xla_fsdp.ranks.watchdog.report import RankPlace, report
 from xla_fsdp.ranks.watchdog.settings import WatchSettings, settings
 
+HEAD = """
+import ctypes, functools, json, multiprocessing, os, queue, signal, socket, sys, threading, time
+import torch, torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+import xla_fsdp
+from pathlib import Path
+from xla_fsdp.ranks import channel, launch, spawned
+from xla_fsdp.ranks.channel import served
+from xla_fsdp.ranks.watchdog import watch
+from xla_fsdp.ranks.watchdog.watch import watched
+
+def next_batch():
+    time.sleep(3600)
+"""
 # Ranks in processes wait for each other in files, in a function that has its file in torch_xla's
 # folder: no CPU has collectives between processes.
 WAITING = """
-import ctypes, json, multiprocessing, os, queue, signal, socket, sys, threading, time
-import torch, torch_xla
-import torch_xla.runtime as xr
-from pathlib import Path
-from xla_fsdp.ranks.channel import served
-from xla_fsdp.ranks.watchdog.watch import watched
-
 folder = Path(sys.argv[1])
 waiting = '''
 def all_reduce(path, size):
@@ -67,7 +75,7 @@ def run(run_script, tmp_path):
     def run_in_folder(script, **environment):
         (tmp_path / "there").mkdir()
         env = {"PJRT_DEVICE": "CPU", **environment}
-        done = run_script(script, tmp_path / "there", env=env, timeout=200)
+        done = run_script(HEAD + script, tmp_path / "there", env=env, timeout=200)
         assert done.returncode == 0, done.stderr
         return done
 
@@ -156,22 +164,12 @@ def test_a_rank_that_hangs_is_named_and_no_other(run):
 
 # Two ranks of one process, as on TPU v2 and v3, and a collective of XLA's.
 PAIR = """
-import functools, sys, time
-import torch, torch_xla
-import torch_xla.core.xla_model as xm
-import xla_fsdp
-from xla_fsdp.ranks import spawned
-from xla_fsdp.ranks.watchdog.watch import watched
-
 def train(rank):
     x = torch.ones(2, device="xla")
     torch_xla.sync()
     if rank == 1:
         next_batch()
     xm.all_reduce(xm.REDUCE_SUM, x).sum().item()
-
-def next_batch():
-    time.sleep(3600)
 
 torch_xla.launch = functools.partial(torch_xla.launch, start_method="fork")
 try:
@@ -191,12 +189,6 @@ def test_ranks_are_ended_if_that_is_asked_for(run):
 
 
 ALONE = """
-import time
-import torch_xla
-import torch_xla.runtime as xr
-from xla_fsdp.ranks.channel import served
-from xla_fsdp.ranks.watchdog.watch import watched
-
 xr.world_size, xr.global_ordinal = lambda: 2, lambda: 0
 
 def without_a_store(rank):
@@ -228,12 +220,7 @@ def test_without_a_store_nobody_watches_and_when_it_is_lost_each_itself(run):
 
 # torchrun's own agent, which forks the two workers. XLA has no collectives between them on a CPU.
 TORCHRUN = """
-import os, time
-import torch_xla
-import torch_xla.runtime as xr
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-import xla_fsdp
-from xla_fsdp.ranks import launch
 
 def train(rank):
     for number in range(3):
@@ -242,9 +229,6 @@ def train(rank):
         next_batch()
     while True:
         time.sleep(0.1)
-
-def next_batch():
-    time.sleep(3600)
 
 def worker():
     xr.world_size = lambda: int(os.environ["WORLD_SIZE"])
@@ -278,9 +262,6 @@ def test_workers_of_torchrun_are_watched_through_its_store(run):
 # Two hosts: launchers in process groups of their own, which meet at a port of the first, and whose
 # processes cannot signal each other's. Ranks wait for each other in files.
 HOSTS = """
-from xla_fsdp.ranks import channel
-from xla_fsdp.ranks.watchdog import watch
-
 def step(rank, name):
     torch_xla.sync()
     (folder / f"{name}.{rank}").touch()
