@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 from on_ranks import on_each_rank
-from small_models import trace_as_on_tpu
+from small_models import Computes, trace_as_on_tpu
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -117,14 +117,12 @@ def test_nothing_is_flattened(rank):
     assert "[32,128]" not in hlo and "[32,256]" not in hlo
 
 
-class Queries(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.queries = nn.Parameter(torch.randn(1, 5, 8))
-        self.narrow = nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.narrow(self.queries).sum() + x.sum()
+def queries():
+    return Computes(
+        lambda self, x: self.narrow(self.queries).sum() + x.sum(),
+        queries=nn.Parameter(torch.randn(1, 5, 8)),
+        narrow=nn.Linear(8, 4),
+    )
 
 
 def saved_parameters(kind, *shape):
@@ -207,7 +205,7 @@ class Attention(nn.Module):
 @on_each_rank(1)
 def test_autograd_keeps_no_parameters(rank):
     for kind, given, weights in (
-        (Queries, (1,), {(1, 5, 8)}),
+        (queries, (1,), {(1, 5, 8)}),
         (Attention, (2, 5, 16), {(4, 6, 16), (2, 6, 16), (16, 4, 6)}),
     ):
         found = saved_parameters(kind, *given)

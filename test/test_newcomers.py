@@ -8,30 +8,24 @@ import torch
 import torch_xla
 from on_ranks import on_each_rank
 from rank_warnings import every_rank_warns
+from small_models import Computes
 from torch import nn
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 
-class Moves(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x.to(self.linear.weight.device))
+def with_linear(compute):
+    return FSDP(Computes(compute, linear=nn.Linear(4, 4)))
 
 
-class MovesAndFails(Moves):
-    def forward(self, x):
-        super().forward(x)
-        raise RuntimeError("no such table")
+def moves(self, x):
+    return self.linear(x.to(self.linear.weight.device))
 
 
-class Loss(Moves):
-    def forward(self, x, target):
-        return nn.functional.cross_entropy(self.linear(x), target)
+def moves_and_fails(self, x):
+    moves(self, x)
+    raise RuntimeError("no such table")
 
 
 VECTORS, SIGNALS = torch.ones(2, 4), torch.ones(2, 3, 8)
@@ -62,14 +56,14 @@ def test_inputs_on_the_cpu(rank):
             assert message.count(f"move inputs there with .to('xla:{rank}')") == 1, (name, model)
             assert caught.value.__cause__ is not None
         models[0](*[value.to(f"xla:{rank}") for value in inputs])  # the remedy
-    loss = FSDP(Loss())
+    loss = with_linear(lambda self, x, y: nn.functional.cross_entropy(self.linear(x), y))
     target = torch.tensor([1, 2])
     with pytest.raises(RuntimeError, match=r"shape \(2,\) on cpu"):
         loss(VECTORS.to("xla"), target)
     loss(VECTORS.to("xla"), target.to("xla")).backward()
-    assert FSDP(Moves())(VECTORS).device.type == "xla"
+    assert with_linear(moves)(VECTORS).device.type == "xla"
     with pytest.raises(RuntimeError, match=r"^no such table\n.* on cpu, while"):
-        FSDP(MovesAndFails())(VECTORS)
+        with_linear(moves_and_fails)(VECTORS)
     # All on the device: what torch says of it.
     with pytest.raises(RuntimeError) as caught:
         FSDP(nn.Linear(4, 4))(torch.ones(2, 5, device="xla"))

@@ -6,7 +6,7 @@ import torch
 import torch_xla
 from on_ranks import finish_step, on_each_rank, without_ranks
 from planned import training_step
-from small_models import hybrid, trace_as_on_tpu
+from small_models import Computes, hybrid, trace_as_on_tpu
 from test_comm_hooks import RATE, STEPS, assert_close, train
 from torch import nn
 
@@ -218,13 +218,9 @@ def test_what_is_offloaded_and_what_is_refused(rank):
 SIZE, INPUT = 256, 4 * 1024 * 256 * 2  # bytes of a block's input, in bfloat16
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE)
-
-    def forward(self, x):
-        return x + nn.functional.gelu(self.linear(x))
+def gelu_layer():
+    linear = nn.Linear(SIZE, SIZE)
+    return Computes(lambda self, x: x + nn.functional.gelu(self.linear(x)), linear=linear)
 
 
 @pytest.mark.slow
@@ -235,7 +231,7 @@ def test_on_the_tpu_compiler(scans):
 
     def model():
         narrow = {"compute_dtype": torch.bfloat16}
-        layers = [Layer() for _ in range(depth)]
+        layers = [gelu_layer() for _ in range(depth)]
         if scans:
             blocks = scan_blocks(layers, offload=True, **narrow)
         else:

@@ -9,7 +9,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
-from small_models import hybrid
+from small_models import Computes, hybrid
 from torch import nn
 
 import xla_fsdp
@@ -433,15 +433,13 @@ def gradient_penalty(model, x):
     return sum(g.square().sum() for g in gradients) * model(x).mean().detach()
 
 
-class Inside(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
+def inside_of(inner):
+    def compute(self, x):
         y = self.inner(x)
         decay = sum(p.square().sum() for p in self.inner.parameters()) + self.inner[0].bias.sum()
         return y * decay
+
+    return Computes(compute, inner=inner)
 
 
 def read_inside(model, x):
@@ -468,11 +466,11 @@ WRAPPINGS = {
 @on_each_rank(RANKS)
 def test_gradients_of_reductions_in_a_loss(rank, case, wrapping):
     loss_of, inside = LOSSES[case]
-    plain = Inside(built()) if inside else built()
+    plain = inside_of(built()) if inside else built()
     sum(loss_of(plain, batch(r)) / RANKS for r in range(RANKS)).backward()
     wrap = WRAPPINGS[wrapping]
     model = wrap(rank, built())
-    model = wrap(rank, Inside(model)) if inside else model
+    model = wrap(rank, inside_of(model)) if inside else model
     loss_of(model, batch(rank).to("xla")).backward()
     found = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
     expected = {name: p.grad for name, p in plain.named_parameters()}

@@ -38,14 +38,10 @@ class Block(nn.Module):
         return self.dropout(x + self.down(torch.tanh(self.up(x))))
 
 
-class Stack(nn.Module):
-    def __init__(self, depth, wrap):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(*(wrap(Block()) for _ in range(depth)))
-
-    def forward(self, x):
-        return self.blocks(self.first(x))
+def stack(depth, wrap):
+    blocks = nn.Sequential(*(wrap(Block()) for _ in range(depth)))
+    first = nn.Linear(WIDTH, WIDTH)
+    return Computes(lambda self, x: self.blocks(self.first(x)), first=first, blocks=blocks)
 
 
 def held(model):
@@ -61,7 +57,7 @@ def test_little_is_on_the_device(rank):
     programs = []
     for depth in (2, 4):
         torch.manual_seed(0)
-        model = FSDP(Stack(depth, lambda b: FSDP(checkpoint_module(b), **options)), **options)
+        model = FSDP(stack(depth, lambda b: FSDP(checkpoint_module(b), **options)), **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
         found = []
 

@@ -13,6 +13,7 @@ import torch_xla
 from on_ranks import on_each_rank
 from small_models import (
     WIDTH,
+    Computes,
     assert_same_backward,
     assert_same_gradients,
     here,
@@ -28,16 +29,13 @@ from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module
 
 
-class Adapted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, WIDTH, bias=False)
-        self.base.requires_grad_(False)
-
-    def forward(self, x):
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
+def adapted():
+    return Computes(
+        lambda self, x: torch.tanh(self.base(x) + self.up(self.down(x))),
+        base=nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+        down=nn.Linear(WIDTH, 2, bias=False),
+        up=nn.Linear(2, WIDTH, bias=False),
+    )
 
 
 class Model(nn.Module):
@@ -45,7 +43,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(17)
         self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(Adapted() for _ in range(2))
+        self.blocks = nn.ModuleList(adapted() for _ in range(2))
         self.frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False)
         self.head = nn.Linear(WIDTH, WIDTH)
         self.head.weight = self.embed.weight
