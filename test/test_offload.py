@@ -177,6 +177,30 @@ def test_checkpoints_with_other_ranks_and_without_offload(run_ranks, tmp_path, w
     assert own["state"].keys() == states["state"].keys()
 
 
+def each(change):
+    return lambda model: [change(parameter) for parameter in model.parameters()]
+
+
+def summoned(model):
+    with FSDP.summon_full_params(model):
+        each(lambda p: p.data.mul_(0.5))(model)
+
+
+def fused_step(model):
+    """Its kernel does not count versions."""
+    each(lambda p: setattr(p, "grad", torch.ones_like(p)))(model)
+    torch.optim.SGD(model.parameters(), lr=0.5, fused=True).step()
+
+
+CHANGES = {
+    "summoned": summoned,
+    "by data": each(lambda p: p.data.add_(0.25)),
+    "a fused step": fused_step,
+    "loaded": lambda m: m.load_state_dict({k: v * 0.75 for k, v in m.state_dict().items()}),
+    "assigned": each(lambda p: setattr(p, "data", p.data + 0.125)),
+}
+
+
 def changed_by_hand(rank):
     model = offloaded("root", mlp())
     x = here(0)
@@ -185,68 +209,38 @@ def changed_by_hand(rank):
         with torch.no_grad():
             return model(x).cpu()
 
-    def expected():
+    def assert_right(rtol=1e-4, atol=1e-5):
         with FSDP.summon_full_params(model, writeback=False, offload_to_cpu=True):
             values = {name: p.detach().clone() for name, p in model.named_parameters()}
         other = mlp()
         other.load_state_dict(values)
-        return other(inputs(0)).detach()
-
-    def summoned():
-        with FSDP.summon_full_params(model):
-            for parameter in model.parameters():
-                parameter.data.mul_(0.5)
-
-    def by_data():
-        for parameter in model.parameters():
-            parameter.data.add_(0.25)
-
-    held = []
-
-    def by_what_data_gave():
-        for one in held:
-            one.mul_(2.0)
-
-    def fused_step():
-        # Its kernel does not count versions.
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        torch.optim.SGD(model.parameters(), lr=0.5, fused=True).step()
-
-    def loaded():
-        model.load_state_dict({k: v * 0.75 for k, v in model.state_dict().items()})
-
-    def moved():
-        model.to(torch_xla.device())
-        model.double()
-        model.float()
-        assert {p.device for p in model.parameters()} == {HOST}
-
-    def assigned():
-        for parameter in model.parameters():
-            parameter.data = parameter.data + 0.125
+        found = output()
+        torch.testing.assert_close(found, other(inputs(0)).detach(), rtol=rtol, atol=atol)
+        return found
 
     before = output()
-    for change in (summoned, by_data, fused_step, loaded, assigned):
-        change()
-        now = output()
-        assert not torch.allclose(now, before), change.__name__
-        torch.testing.assert_close(now, expected(), rtol=1e-4, atol=1e-5)
+    for name, change in CHANGES.items():
+        change(model)
+        now = assert_right()
+        assert not torch.allclose(now, before), name
         before = now
-    held += [parameter.data for parameter in model.parameters()]
+    held = each(lambda p: p.data)(model)
     torch.testing.assert_close(output(), before)
-    by_what_data_gave()
-    torch.testing.assert_close(output(), expected(), rtol=1e-4, atol=1e-5)
+    for one in held:
+        one.mul_(2.0)
+    before = assert_right()
     held.clear()
-    before = output()
-    moved()
+    model.to(torch_xla.device())
+    model.double()
+    model.float()
+    assert {p.device for p in model.parameters()} == {HOST}
     torch.testing.assert_close(output(), before)
     model.bfloat16()  # rounded, and back at the address where the values were
     model.float()
     assert not torch.equal(output(), before)
-    torch.testing.assert_close(output(), expected(), rtol=1e-5, atol=1e-6)
+    assert_right(1e-5, 1e-6)
     loss = model(x).square().sum()
-    fused_step()
+    fused_step(model)
     with pytest.raises(RuntimeError, match="was changed between a forward"):
         loss.backward()
 
