@@ -384,8 +384,6 @@ def test_plan():
     report = plan(step, "v3-8", cache=False, progress=False)
     assert report.executables == 1
     sent = [c for c in report.schedule.collectives if c.module.startswith("batch norm of 144")]
-    assert [(c.kind, c.phase) for c in sent] == [
-        ("all-gather", "forward"),
-        ("all-reduce", "backward"),
-    ]
+    found = [(c.kind, c.phase) for c in sent]
+    assert found == [("all-gather", "forward"), ("all-reduce", "backward")]
     assert 0 < sum(c.wire_bytes for c in sent) < 1024

@@ -31,9 +31,8 @@ def step(rank):
 def test_a_rank_that_keeps_others_waiting_for_longer_than_xla_does(run_script):
     """Rank 1 reaches its program 12 s after rank 0's has started, as if it had compiled meanwhile.
     XLA ends the process after 10 s."""
-    result = run_script(
-        f"{HEAD}{LATE}{STEP}before = lambda: time.sleep(12)\nprint(launch(step, (), 2))"
-    )
+    late = "before = lambda: time.sleep(12)"
+    result = run_script(f"{HEAD}{LATE}{STEP}{late}\nprint(launch(step, (), 2))")
     assert result.stdout == f"{[[1.5, 1.5, 2.5, 2.5]] * 2}\n", result.stderr
 
 
@@ -186,9 +185,8 @@ def test_a_result_that_one_rank_alone_refers_to(run_ranks):
         return found
 
     gathered = [1.5, 1.5, 2.5, 2.5]
-    assert run_ranks(step, 2) == [
-        [[gathered, [32.0] * rank, n] for n in range(3)] for rank in (0, 1)
-    ]
+    expected = [[[gathered, [32.0] * rank, n] for n in range(3)] for rank in (0, 1)]
+    assert run_ranks(step, 2) == expected
 
 
 def test_channels_of_the_caller(run_ranks):

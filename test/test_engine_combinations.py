@@ -286,9 +286,8 @@ def check(run_ranks, cells: list[Cell]) -> None:
 def test_the_cells_cover_every_pair_that_is_possible():
     covered = set().union(*map(shown_by, COVERING))
     axes = [FORMS, FREEING, CUTS]
-    possible = {
-        pair for a, b in itertools.combinations(axes, 2) for pair in itertools.product(a, b)
-    }
+    pairs = itertools.combinations(axes, 2)
+    possible = {pair for a, b in pairs for pair in itertools.product(a, b)}
     possible |= set(itertools.product(itertools.chain(*axes), (*USES, "plain")))
     possible |= set(itertools.combinations(USES, 2))
     assert covered == possible - NOT_TOGETHER.keys()

@@ -144,9 +144,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 def assert_like(found: nn.Module, expected: nn.Module) -> None:
     """The same gradients, where every rank has seen the same data."""
     grads = gradients(found)
-    torch.testing.assert_close(
-        grads, {n: p.grad for n, p in expected.named_parameters()}, rtol=2e-5, atol=1e-6
-    )
+    wanted = {n: p.grad for n, p in expected.named_parameters()}
+    torch.testing.assert_close(grads, wanted, rtol=2e-5, atol=1e-6)
 
 
 def backward(model, batch):
@@ -371,9 +370,8 @@ def test_checkpoints_state_dicts_and_initialisation(rank, tmp_path):
     model = sharded(build(7))
     assert xla_fsdp.load_full_state_dict(model, before if rank == 0 else None).missing_keys == []
     torch.testing.assert_close(whole(model, model.state_dict()), before, rtol=0, atol=0)
-    save_file(
-        {n: v for n, v in before.items() if n != "head.weight"}, f"{tmp_path}/{rank}.safetensors"
-    )
+    path = f"{tmp_path}/{rank}.safetensors"
+    save_file({n: v for n, v in before.items() if n != "head.weight"}, path)
     model = sharded(build(7))
     xla_fsdp.load_weights(model, f"{tmp_path}/{rank}.safetensors")
     with FSDP.summon_full_params(model, writeback=False):

@@ -37,10 +37,8 @@ class Model(nn.Module):
 
 def built(kind: str):
     model = Model()
-    ignored = {
-        "ignored_modules": [model.frozen, model.adapter],
-        "ignored_parameters": [model.scale],
-    }
+    ignored = {"ignored_modules": [model.frozen, model.adapter]}
+    ignored["ignored_parameters"] = [model.scale]
     if kind == "states":
         ignored = {"ignored_states": iter([model.frozen, model.adapter, model.scale])}
     if kind == "auto":
@@ -125,9 +123,8 @@ def test_a_nan_of_one_rank_is_in_the_norm_of_all(rank):
     mean_square(model, here(rank)).backward()
     grad = model.scale.grad
     if rank == 1:
-        model.scale.grad = grad = grad.clone().index_fill_(
-            0, torch.tensor([1]).to("xla"), torch.nan
-        )
+        where = torch.tensor([1]).to("xla")
+        model.scale.grad = grad.clone().index_fill_(0, where, torch.nan)
     grad = model.scale.grad
     norms = [torch.linalg.vector_norm(grad, order) for order in (2, torch.inf)]
     found = [torch.max(grad), *norms, model.clip_grad_norm_(1.0, torch.inf)]

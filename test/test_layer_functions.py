@@ -134,9 +134,8 @@ def test_softmax_is_that_of_torch(rank, kind):
         torch_xla.sync()
         with pytest.raises((IndexError, RuntimeError), match="out of range"):
             softmax(torch.ones(2, 2, device="xla"), 2)
-    torch.testing.assert_close(
-        hidden.cpu(), torch.tensor([[1.0, 0.0], [torch.nan] * 2]), equal_nan=True
-    )
+    expected = torch.tensor([[1.0, 0.0], [torch.nan] * 2])
+    torch.testing.assert_close(hidden.cpu(), expected, equal_nan=True)
 
 
 @on_each_rank(1)

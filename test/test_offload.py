@@ -25,9 +25,8 @@ def plain(kind, model, **options):
     if kind == "nested":
         for number, block in enumerate(model.blocks):
             model.blocks[number] = FSDP(block, **options)
-    return FSDP(
-        model, flatten_parameters=kind == "flat", shard_param_on_dim_0=kind == "rows", **options
-    )
+    cut = {"flatten_parameters": kind == "flat", "shard_param_on_dim_0": kind == "rows"}
+    return FSDP(model, **cut, **options)
 
 
 def offloaded(kind, model, **options):
@@ -268,9 +267,7 @@ def named_ones(rank):
             assert gradient.abs().sum() > 0 and x.grad is None
             model(x).square().sum().backward(inputs=shards[1:2])
             if shards[0].device == HOST:
-                with pytest.raises(
-                    RuntimeError, match=r"shards are on the host .* backward\(inputs="
-                ):
+                with pytest.raises(RuntimeError, match=r"are on the host .* backward\(inputs="):
                     torch.autograd.grad(model(x).square().sum(), shards[:1])
             else:
                 (gradient,) = torch.autograd.grad(model(x).square().sum(), shards[:1])

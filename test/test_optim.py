@@ -269,9 +269,7 @@ def test_on_plain_parameters_they_are_the_reference():
 def test_muon_is_that_of_torch(nesterov):
     options = {"nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
     ours = with_plain(lambda parameters: make_muon(parameters, torch.bfloat16, **options), Matrices)
-    theirs = with_plain(
-        lambda parameters: torch.optim.Muon(parameters, lr=0.05, **options), Matrices
-    )
+    theirs = with_plain(lambda p: torch.optim.Muon(p, lr=0.05, **options), Matrices)
     # Both iterate in bfloat16, of 8 bits, and round after other operators; the elements of three
     # updates are 3 * 0.05 * 0.2 * sqrt(29) at most, and the formulas are compared in float32 above.
     assert_weights(ours, theirs, rtol=0, atol=0.16 * 2**-6)

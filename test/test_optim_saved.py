@@ -105,9 +105,7 @@ SLOW = pytest.mark.slow
         ("muon", ["nested"], [("nested", "dim0scan")]),
     ],
 )
-def test_state_is_saved_and_loads_on_other_ranks_and_wrappings(
-    run_ranks, tmp_path, name, here, there
-):
+def test_state_is_saved_and_loads_elsewhere(run_ranks, tmp_path, name, here, there):
     make, block = MAKES[name]
     model = plain(block)
     expected = {name: train_plain(model, make(model.parameters()), (1, 2, 3, 4))}

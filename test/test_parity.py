@@ -230,10 +230,7 @@ NARROW_SINGLY = covering(covering(NARROW), lambda case: set(case[1:]))
 
 @pytest.mark.parametrize(
     "wrapping, compute_dtype, fp32_reduce_scatter",
-    [
-        case if case in NARROW_SINGLY else pytest.param(*case, marks=SLOW)
-        for case in covering(NARROW)
-    ],
+    [one if one in NARROW_SINGLY else pytest.param(*one, marks=SLOW) for one in covering(NARROW)],
 )
 def test_narrow_compute_dtype(check, wrapping, compute_dtype, fp32_reduce_scatter):
     options = (("fp32_reduce_scatter", bool(fp32_reduce_scatter)),)

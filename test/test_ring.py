@@ -52,13 +52,7 @@ def test_large_gradients_go_around_rows_that_wrap_on_v5e():
 
 @pytest.mark.parametrize(
     "rings",
-    [
-        ((0, 1),),
-        ((0, 1, 2, 3),),
-        ((0, 2, 3, 1),),
-        ((4, 0, 2, 1, 3, 5),),
-        ((0, 4, 2, 6), (5, 1, 7, 3)),
-    ],
+    [[(0, 1)], [(0, 1, 2, 3)], [(0, 2, 3, 1)], [(4, 0, 2, 1, 3, 5)], [(0, 4, 2, 6), (5, 1, 7, 3)]],
 )
 def test_every_part_comes_home_with_everybodys_values(rings):
     several = Rings(rings)

@@ -53,9 +53,8 @@ def test_every_way_leaves_part_r_at_rank_r(name):
     ways = Routes(slice).all("all-gather", MB)
     assert len({way.stages for way in ways}) == len(ways)
     for way in ways:
-        assert scattered(way, size) == [
-            (range(r, r + 1), frozenset(range(size))) for r in range(size)
-        ]
+        parts = [range(r, r + 1) for r in range(size)]
+        assert scattered(way, size) == [(part, frozenset(range(size))) for part in parts]
         assert gathered(way, size) == [tuple(range(size))] * size
 
 

@@ -145,9 +145,8 @@ def test_the_loops_on_the_tpu_compiler():
     assert report.executables == 1
     inside = [one for one in report.schedule.collectives if one.times == BLOCKS]
     matrix = WIDE * WIDE * 2  # bytes, in bfloat16
-    sent = {
-        (one.phase, one.group_size): one.wire_bytes for one in inside if one.kind == "all-gather"
-    }
+    gathers = [one for one in inside if one.kind == "all-gather"]
+    sent = {(one.phase, one.group_size): one.wire_bytes for one in gathers}
     assert sent == {("forward", 8): matrix * 7 // 8, ("backward", 2): matrix // 2}, sent
 
 

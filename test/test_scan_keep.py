@@ -49,9 +49,8 @@ def gradients(keep, implementation="math", **options):
     y.float().square().mean().backward()
     with torch.no_grad():
         again = scanned(x)
-    return [
-        one.cpu() for one in (y.detach(), again, x.grad, *(p.grad for p in scanned.parameters()))
-    ]
+    found = y.detach(), again, x.grad, *(p.grad for p in scanned.parameters())
+    return [one.cpu() for one in found]
 
 
 @on_each_rank(2)

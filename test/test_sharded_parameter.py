@@ -314,9 +314,8 @@ def test_averaged_models_and_clipped_values(rank):
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     plain, model = nets()
-    averages = [
-        AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for one in (plain, model)
-    ]
+    average = get_ema_multi_avg_fn(0.5)
+    averages = [AveragedModel(one, multi_avg_fn=average) for one in (plain, model)]
     for step in range(2):
         give_gradients(plain, model, step)
         for one in (plain, model):

@@ -437,6 +437,9 @@ def test_torch_func_is_refused(rank):
     def loss(one):
         return model(one).square().mean()
 
+    def of_own(parameters):
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
     # What torch knows of forward-mode is the process's, and ranks are its threads.
     alone = xr.world_size() == 1
     forward_mode = (
@@ -449,9 +452,7 @@ def test_torch_func_is_refused(rank):
         lambda: torch.func.vmap(model)(x),
         lambda: torch.func.vjp(model, x),
         lambda: torch.func.jacrev(loss)(x),
-        lambda: torch.func.grad(
-            lambda p: torch.func.functional_call(model, p, (x,)).square().mean()
-        )(own),
+        lambda: torch.func.grad(of_own)(own),
     ):
         for grad in (True, False):
             with torch.set_grad_enabled(grad):

@@ -64,9 +64,7 @@ def test_a_program_under_way_does_not_disturb():
 
         def device_parameter_id_tensor_mapping(self):
             if len(made) == 1:
-                raise RuntimeError(
-                    "Check failed: param_id.has_value(): Parameter ID must exist for"
-                )
+                raise RuntimeError("Check failed: param_id.has_value(): Parameter ID must exist")
             return self.real.device_parameter_id_tensor_mapping()
 
     original, xlac.LoweringContext = xlac.LoweringContext, Context

@@ -47,6 +47,7 @@ def program(rank, options, frozen=()):
 # The root has two linear layers, the inner unit one: four and two parameters, all of them small.
 INNER, ROOT = 2, 4
 FROZEN = ["0.weight", "1.0.weight", "1.0.bias"]
+KEPT = {"reshard_after_forward": False}
 GATHERS, REDUCTIONS = ("all-gather", "f32"), ("reduce-scatter", "f32")
 # Each parameter is padded to 128 elements a rank, of 4 ranks.
 GATHERED, REDUCED = ("all-gather", "elements"), ("reduce-scatter", "elements")
@@ -58,11 +59,7 @@ ALL_REDUCED = {REDUCTIONS: 2, REDUCED: 128 * (ROOT + INNER)}
     [
         ({}, [], {GATHERS: 3, GATHERED: 512 * (ROOT + 2 * INNER)} | ALL_REDUCED),
         # The root keeps its parameters in any case, its backward follows at once.
-        (
-            {"reshard_after_forward": False},
-            [],
-            {GATHERS: 2, GATHERED: 512 * (ROOT + INNER)} | ALL_REDUCED,
-        ),
+        (KEPT, [], {GATHERS: 2, GATHERED: 512 * (ROOT + INNER)} | ALL_REDUCED),
         ({"flatten_parameters": True}, [], {GATHERS: 3, REDUCTIONS: 2}),
         ({}, FROZEN, {REDUCTIONS: 1, REDUCED: 128 * (ROOT + INNER - len(FROZEN))}),
     ],
@@ -76,11 +73,9 @@ def test_gathers_and_reductions_are_counted_out(run_ranks, options, frozen, expe
 
 @pytest.mark.parametrize("fp32_reduce_scatter", [False, True])
 @pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "extra", [{}, {"flatten_parameters": True}, {"shard_param_on_dim_0": True}]
-)
-def test_compute_dtype_governs_the_wire(run_ranks, compute_dtype, fp32_reduce_scatter, extra):
-    options = {"compute_dtype": compute_dtype, "fp32_reduce_scatter": fp32_reduce_scatter, **extra}
+@pytest.mark.parametrize("cut", [{}, {"flatten_parameters": True}, {"shard_param_on_dim_0": True}])
+def test_compute_dtype_governs_the_wire(run_ranks, compute_dtype, fp32_reduce_scatter, cut):
+    options = {"compute_dtype": compute_dtype, "fp32_reduce_scatter": fp32_reduce_scatter, **cut}
     narrow = {torch.bfloat16: "bf16", torch.float16: "f16"}[compute_dtype]
     reduced = "f32" if fp32_reduce_scatter else narrow
     for found in run_ranks(program, 2, options):
