@@ -271,7 +271,6 @@ def test_scanned_blocks(rank):
             model(part(rank, 4, whole_batch((BATCH, 4), seed))).sin().mean().backward()
             finish_step(optimizer)
         results.append({name: value.cpu() for name, value in model.state_dict().items()})
-    assert results[0].keys() == results[1].keys()
     torch.testing.assert_close(results[0], results[1], **CLOSE)
 
 

@@ -177,9 +177,7 @@ def test_loads_state_dicts_of_the_intree_class(rank, options):
     model = wrapped(mlp(), "1", **options)
     model.load_state_dict(saved)
     ours = whole(model, model.state_dict())
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(ours[name], value)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("flatten", [False, True])

@@ -131,8 +131,7 @@ def assert_like_plain(model, found, expected, plain, tolerance: float = 2e-5) ->
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     state = xla_fsdp.full_state_dict(model, rank0_only=False)
     assert list(state) == list(plain.state_dict())
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(state, plain.state_dict(), rtol=tolerance, atol=tolerance)
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:

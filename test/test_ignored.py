@@ -111,10 +111,8 @@ def test_training_is_that_of_plain_torch(rank, kind):
         assert all(dict(model.named_parameters())[name] is p for name, p in before.items())
         found = whole(model, model.state_dict())
         full = full_state_dict(model, rank0_only=False)
-        assert full.keys() == found.keys() == plain.state_dict().keys()
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
-            assert torch.equal(full[name], found[name])
+        torch.testing.assert_close(found, plain.state_dict(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(full, found, rtol=0, atol=0)
 
 
 @on_each_rank(2)
@@ -150,8 +148,7 @@ def states(rank, folder):
         for parameter in other.parameters():
             parameter.zero_()
     load_checkpoint(saved, other, fresh)
-    for name, value in full_state_dict(other, rank0_only=False).items():
-        assert torch.equal(value, full[name]), (name, value, full[name])
+    torch.testing.assert_close(full_state_dict(other, rank0_only=False), full, rtol=0, atol=0)
     state, expected = fresh.state[other.scale], optimizer.state[model.scale]
     assert torch.equal(state["momentum_buffer"].cpu(), expected["momentum_buffer"].cpu())
     if rank == 0:
@@ -186,8 +183,7 @@ def states(rank, folder):
 def consolidated(rank, folder, full):
     model = built("nested")
     load_checkpoint(f"{folder}/run", model)
-    for name, value in full_state_dict(model, rank0_only=False).items():
-        assert torch.equal(value, full[name]), (name, value, full[name])
+    torch.testing.assert_close(full_state_dict(model, rank0_only=False), full, rtol=0, atol=0)
 
 
 def test_what_goes_in_and_out_of_files(run_ranks, tmp_path):

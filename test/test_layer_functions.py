@@ -52,8 +52,7 @@ def test_einsum_is_that_of_torch(rank):
         ours = differentiated(einsum, equation, x.to("xla"), y.to("xla"))
         torch_xla.sync()
         theirs = differentiated(torch.einsum, equation, x.clone(), y.clone())
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close([one.cpu() for one in ours], theirs, rtol=1e-4, atol=1e-4)
     x, y = torch.ones(3, 4, device="xla"), torch.ones(5, 6, device="xla")
     for equation, contracted in (("ab,cd->abcd", True), ("ab,cd->ac", False), ("ab,cd", False)):
         made = einsum(equation, x.requires_grad_(), y)

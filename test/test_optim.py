@@ -148,11 +148,7 @@ def with_plain(make, block=Block) -> dict[str, torch.Tensor]:
 
 
 def assert_weights(found, expected, rtol=1e-5, atol=1e-6):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def lamb_step(w, g, state, t, lr=0.02, betas=(0.8, 0.99), eps=1e-6, decay=0.03):

@@ -112,9 +112,7 @@ def assert_same(one, other, rtol, atol):
     (ours, state, metadata), (theirs, singly, described) = one, other
     close = functools.partial(torch.testing.assert_close, rtol=rtol, atol=atol)
     close(torch.tensor(ours), torch.tensor(theirs))
-    assert state.keys() == singly.keys()
-    for name, value in singly.items():
-        close(state[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    close(state, singly)
     assert metadata == described
 
 
