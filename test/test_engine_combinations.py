@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import torch_xla.runtime as xr
 from covering import covering, pairs_of
 from on_ranks import finish_step, on_each_rank
+from small_models import of_parameters
 from torch import nn
 
 import xla_fsdp
@@ -145,12 +146,7 @@ def expected(uses: tuple[str, ...]) -> dict[str, Any]:
             loss.backward()
             total += loss.item()
         found["losses"].append(total)
-        found["gradients"].append(
-            {
-                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for name, p in model.named_parameters(remove_duplicate=False)
-            }
-        )
+        found["gradients"].append({n: grad.clone() for n, grad in of_parameters(model).items()})
         found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         optimizer.step()
         optimizer.zero_grad()

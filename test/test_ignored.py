@@ -1,6 +1,7 @@
 """ignored_modules and ignored_parameters: whole on every rank, and treated right everywhere."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import full_state_dict, load_checkpoint, load_weights, save_checkpoint
+from xla_fsdp import transformer_auto_wrap_policy
 from xla_fsdp.consolidate.__main__ import main
 
 
@@ -42,11 +44,8 @@ def built(kind: str):
     if kind == "states":
         ignored = {"ignored_states": iter([model.frozen, model.adapter, model.scale])}
     if kind == "auto":
-        return FSDP(
-            model,
-            auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, nn.Linear),
-            **ignored,
-        )
+        classes = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
+        return FSDP(model, auto_wrap_policy=classes, **ignored)
     if kind in ("nested", "states"):
         model.first = FSDP(model.first)
     return FSDP(model, flatten_parameters=kind == "flat", **ignored)
