@@ -1,4 +1,4 @@
-"""Cross entropy in a loop over the vocabulary, einsum and softmax: values and gradients of torch."""
+"""Cross entropy in a loop over the vocabulary, einsum, softmax: values and gradients of torch."""
 
 import re
 from unittest import mock
