@@ -156,10 +156,8 @@ def test_on_a_tpu_it_is_the_kernel():
     def step(implementation, call):
         def run():
             model = FSDP(llama(implementation), compute_dtype=torch.bfloat16)
-            inputs = {
-                key: value.to("xla") if isinstance(value, torch.Tensor) else value
-                for key, value in call.items()
-            }
+            tensors = {key: value for key, value in call.items() if torch.is_tensor(value)}
+            inputs = call | {key: value.to("xla") for key, value in tensors.items()}
             model(**inputs).logits.float().square().mean().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
 

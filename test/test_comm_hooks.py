@@ -79,11 +79,8 @@ def summed_by_hand(state, bucket):
     return bucket.shard_of([bucket.all_reduce(g) / bucket.divisor for g in bucket.gradients()])
 
 
-WAYS = [
-    (2, True),
-    pytest.param(4, False, marks=pytest.mark.slow),
-    pytest.param(2, False, marks=pytest.mark.full),
-]
+SLOW, FULL = pytest.mark.slow, pytest.mark.full
+WAYS = [(2, True), pytest.param(4, False, marks=SLOW), pytest.param(2, False, marks=FULL)]
 
 
 @pytest.mark.parametrize("ranks,on_tpu", WAYS)
@@ -144,10 +141,8 @@ def test_compressed_gradients_are_right_to_rounding(rank, on_tpu):
         for hook in (noted, comm_hooks.allreduce_hook):
             found = gradients_with(rank, hook, **options)
             torch.testing.assert_close(found, exact, rtol=0, atol=0)
-        for hook, digits in (
-            (comm_hooks.bf16_compress_hook, 2**-8),
-            (comm_hooks.fp16_compress_hook, 2**-11),
-        ):
+        kinds_of = {comm_hooks.bf16_compress_hook: 2**-8, comm_hooks.fp16_compress_hook: 2**-11}
+        for hook, digits in kinds_of.items():
             overs = ["all", "replicas"] if "replication_groups" in options else ["all"]
             for over in overs:
                 found = gradients_with(rank, hook, over, **options)

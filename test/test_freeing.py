@@ -73,6 +73,10 @@ def lora():
     return Computes(compute, base=base, down=nn.Linear(COLUMNS, 4), up=nn.Linear(4, ROWS))
 
 
+def linear_and_view(x, w):
+    return x @ w.t() + (x @ w.view(8, 6, -1)[1].mT).sum()
+
+
 WEIGHTED = {
     "linear": lambda x, w: F.linear(x, w),
     "matmul": lambda x, w: x @ w.t(),
@@ -114,17 +118,11 @@ MODELS = {name: (weighted, compute) for name, compute in WEIGHTED.items()} | {
         ),
         lambda module, x: module(x),
     ),
-    "autocast of views": (
-        autocast,
-        weighted,
-        lambda x, w: x @ w.t() + (x @ w.view(8, 6, -1)[1].mT).sum(),
-    ),
+    "autocast of views": (autocast, weighted, linear_and_view),
     "autocast": (autocast, weighted, WEIGHTED["linear"]),
 }
-MODELS |= {
-    f"autocast, {name}": (autocast, *MODELS[name])
-    for name in ("conv", "chunks", "einsum", "norm", "lora")
-}
+FURTHER = ("conv", "chunks", "einsum", "norm", "lora")
+MODELS |= {f"autocast, {name}": (autocast, *MODELS[name]) for name in FURTHER}
 LOOSE = {"cast", "lora"} | {name for name in MODELS if name.startswith("autocast")}
 
 

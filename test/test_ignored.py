@@ -14,14 +14,9 @@ from small_models import WIDTH, here, inputs, mean_square, trace_as_on_tpu, whol
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import (
-    full_state_dict,
-    load_checkpoint,
-    load_weights,
-    save_checkpoint,
-    transformer_auto_wrap_policy,
-)
+from xla_fsdp import full_state_dict, load_checkpoint, load_weights, save_checkpoint
 from xla_fsdp.consolidate.__main__ import main
+from xla_fsdp.wrap import transformer_auto_wrap_policy
 
 
 class Model(nn.Module):

@@ -312,10 +312,8 @@ def refused(rank):
     nothing = FSDP(mlp(), cpu_offload=CPUOffload(False, False, False))
     assert next(nothing.parameters()).device.type == "xla"
     model = offloaded("root", mlp().bfloat16())
-    for make in (
-        lambda: LAMB(model.parameters()),
-        lambda: MasterWeights(model.parameters(), LAMB, lr=0.1),
-    ):
+    narrow = list(model.parameters())
+    for make in (lambda: LAMB(narrow), lambda: MasterWeights(narrow, LAMB, lr=0.1)):
         with pytest.raises(ValueError, match="LAMB needs .*cpu_offload"):
             make()
     tied = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

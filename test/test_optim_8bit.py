@@ -92,10 +92,9 @@ def test_on_shards(rank, kinds):
     start, exact, encoded = weights(plain()), reference(False), reference(True)
     for kind in kinds:
         small, large = (wrapped(kind) for _ in range(2))
-        optimizers = [
-            AdamW8bit(small.parameters(), min_8bit_size=0, **OPTIONS),
-            AdamW8bit(large.parameters(), **OPTIONS),
-        ]
+        sizes = {"min_8bit_size": 0}, {}
+        pairs = zip((small, large), sizes, strict=True)
+        optimizers = [AdamW8bit(one.parameters(), **size, **OPTIONS) for one, size in pairs]
         for t in STEPS:
             for model, optimizer in zip((small, large), optimizers, strict=True):
                 put_gradients(model, gradients(plain(), t))

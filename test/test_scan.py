@@ -369,10 +369,8 @@ def test_on_the_tpu_compiler(tmp_path):
 
 
 def _clipped_step():
-    blocks = [
-        nn.Sequential(nn.Linear(512, 2048, False), nn.GELU(), nn.Linear(2048, 512, False))
-        for _ in range(4)
-    ]
+    up, down = (512, 2048, False), (2048, 512, False)
+    blocks = [nn.Sequential(nn.Linear(*up), nn.GELU(), nn.Linear(*down)) for _ in range(4)]
     blocks = scan_blocks(blocks, compute_dtype=torch.bfloat16)
     model = nn.Sequential(nn.Linear(512, 512), blocks, nn.Linear(512, 512))
     model = XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)

@@ -89,10 +89,7 @@ DECIDED = {
     "a number": (float, "inner.value: 2.0 in block 0, 3.0 in block 1"),
     "signs of zero": (lambda scale: 0.0 if scale == 2 else -0.0, "value: 0.0 in block 0, -0.0 in"),
     "a number of a class": (Number, "inner.value[1]: 2.0 in block 0, 3.0 in block 1"),
-    "a number with an attribute": (
-        lambda scale: having(Number(1), scale=scale),
-        "value.scale: 2.0",
-    ),
+    "a number with an attribute": (lambda scale: having(Number(1), scale=scale), "scale: 2.0 in"),
     "a scalar of NumPy": (np.float64, "inner.value"),
     "an object": (Settings, "inner.value.scale: 2.0 in block 0, 3.0 in block 1"),
     "an object with slots": (Slots, "scale: 2.0 in block 0, 3.0 in block 1"),
@@ -106,10 +103,7 @@ DECIDED = {
     "a set": (lambda scale: {1.0, scale}, "inner.value: 2.0"),
     "an ordered dict": (lambda scale: collections.OrderedDict(a=scale), "2.0 in block 0"),
     "a deque": (lambda scale: collections.deque([scale]), "2.0 in block 0"),
-    "a closure": (
-        lambda scale: lambda x: scale * x,
-        "scale in inner.value: 2.0 in block 0, 3.0 in",
-    ),
+    "a closure": (lambda scale: lambda x: scale * x, "scale in inner.value: 2.0 in block 0, 3.0"),
     "a closure in a closure": (nested, "scale in inner in inner.value: 2.0"),
     "a default": (lambda scale: lambda by=scale: by, "the defaults of inner.value[0][0]: 2.0"),
     "a partial function": (lambda scale: functools.partial(scaled, scale=scale), "2.0 in block 0"),

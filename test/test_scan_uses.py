@@ -60,10 +60,8 @@ def refused(model, rank, kind, text):
 
 
 def parameters_in_a_forward_around(rank):
-    for penalty in (
-        lambda net: sum(p.norm() for p in net.parameters()),
-        lambda net: net.blocks.module.up.weight.norm(),
-    ):
+    norm = lambda net: net.blocks.module.up.weight.norm()  # noqa: E731
+    for penalty in (lambda net: sum(p.norm() for p in net.parameters()), norm):
         text = "needs parameter 'blocks.up.weight', which is sharded here.* contains several"
         refused(scanned(outside=penalty), rank, RuntimeError, text)
     nets = [

@@ -97,9 +97,8 @@ def test_weights_changed_between_forward_and_backward_are_refused(rank, reshard)
                     parameter.data = parameter * 2
         if way == "load":
             model.load_state_dict(saved)
-        with pytest.raises(
-            RuntimeError, match=r"parameter '[\w.]*weight' was changed between a forward and its"
-        ):
+        text = r"parameter '[\w.]*weight' was changed between a forward and its"
+        with pytest.raises(RuntimeError, match=text):
             loss.backward()
         model.zero_grad()
         mean_square(model, here(rank)).backward()  # the remedy
@@ -337,9 +336,8 @@ def test_names_are_those_of_plain_torch(rank):
     for one in (parent, plain):
         assert [name for name, _ in one.named_parameters()] == expected
         assert list(one.state_dict()) == expected
-        assert list(dict.fromkeys(n for n, _ in one.named_modules())) == [
-            name for name, _ in plain.named_modules()
-        ]
+        names = list(dict.fromkeys(name for name, _ in one.named_modules()))
+        assert names == [name for name, _ in plain.named_modules()]
     for name, _ in plain.named_modules():
         parent.get_submodule(name)
     state = parent.state_dict()

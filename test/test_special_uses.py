@@ -444,10 +444,8 @@ def test_torch_func_is_refused(rank):
 
     # What torch knows of forward-mode is the process's, and ranks are its threads.
     alone = xr.world_size() == 1
-    forward_mode = (
-        lambda: torch.func.jvp(model, (x,), (torch.ones_like(x),)),
-        lambda: torch.func.hessian(loss)(x),
-    )
+    ones = torch.ones_like(x)
+    forward_mode = lambda: torch.func.jvp(model, (x,), (ones,)), lambda: torch.func.hessian(loss)(x)
     for call in (
         *(forward_mode if alone else ()),
         lambda: torch.func.grad(loss)(x),

@@ -174,10 +174,8 @@ def initialise(module: nn.Module) -> None:
     """What depends on what is there: a tied weight is met twice."""
     for name, parameter in module.named_parameters(recurse=False):
         with torch.no_grad():
-            parameter.mul_(3).add_(
-                len(name)
-                + torch.arange(parameter.numel()).to(parameter.device).view(parameter.shape)
-            )
+            more = torch.arange(parameter.numel()).view(parameter.shape)
+            parameter.mul_(3).add_(len(name) + more.to(parameter.device))
 
 
 def applying(rank, kind):
