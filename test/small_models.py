@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
@@ -13,7 +14,7 @@ from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 from xla_fsdp.ranks.rank import current_rank
 from xla_fsdp.sharding.sharded_parameter import local
 
-WIDTH = 6
+WIDTH, WORDS = 6, 11
 
 
 class Computes(nn.Module):
@@ -27,6 +28,33 @@ class Computes(nn.Module):
 
     def forward(self, *inputs, **options):
         return self.compute(self, *inputs, **options)
+
+
+class Block(nn.Module):
+    """Parameters that do not divide, and one that has no dimension."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.gate = nn.Linear(width, 7), nn.Linear(width, 7)
+        self.down = nn.Linear(7, width)
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.gain * self.down(F.gelu(self.up(y)) * torch.tanh(self.gate(y)))
+
+
+class Language(nn.Module):
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, width)
+        self.blocks: nn.Module = nn.Sequential(Block(width), Block(width))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embed(tokens))))
 
 
 def mlp() -> nn.Sequential:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import torch_xla.runtime as xr
 from covering import covering, pairs_of
 from on_ranks import finish_step, on_each_rank
-from small_models import of_parameters
+from small_models import WORDS, Block, Language, of_parameters
 from torch import nn
 
 import xla_fsdp
@@ -63,37 +63,10 @@ COVERING = covering(LEGAL, shown_by)
 SINGLY = covering(COVERING, lambda cell: {"bf16"} if "bf16" in cell else set(cell))
 
 
-WIDTH, WORDS, BLOCKS, STEPS = 12, 11, 2, 2
+STEPS = 2
 GLOBAL_BATCH = 16
 RATE, CLIP = 0.5, 0.4
 MESH = [[0, 1], [2, 3]]
-
-
-class Block(nn.Module):
-    """Parameters that do not divide, and one that has no dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.gate = nn.Linear(WIDTH, 7), nn.Linear(WIDTH, 7)
-        self.down = nn.Linear(7, WIDTH)
-        self.gain = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.gain * self.down(F.gelu(self.up(y)) * torch.tanh(self.gate(y)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks: nn.Module = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.embed(tokens))))
 
 
 def ranks_for(cell: Cell) -> int:
@@ -101,9 +74,9 @@ def ranks_for(cell: Cell) -> int:
     return 4 if "hybrid" in cell or "hpz" in cell else 2
 
 
-def build(uses: Iterable[str]) -> Model:
+def build(uses: Iterable[str]) -> Language:
     torch.manual_seed(3)
-    model = Model()
+    model = Language()
     if "shared" in uses:  # inside a unit, and between two
         model.head.weight = model.embed.weight
         for block in model.blocks:

@@ -12,7 +12,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, without_ranks
 from safetensors.torch import save_file
-from small_models import whole
+from small_models import WORDS, Block, Language, whole
 from torch import nn
 from wrappings import assert_equal
 
@@ -24,38 +24,17 @@ from xla_fsdp.planning.tracing.traced import names
 from xla_fsdp.sharding.sharded_parameter import ShardedParameter
 from xla_fsdp.tpu.topology import resolve
 
-VOCABULARY, WIDTH, SEQUENCE, BATCH = 7, 8, 4, 8
+SEQUENCE, BATCH = 4, 8
 
 
-class Layer(nn.Module):
+class Model(Language):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 11), nn.Linear(11, WIDTH)
-        self.gain = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.gain * self.down(F.gelu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.ones(1))
 
     def encode(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) * self.scale
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
+        return self.norm(self.blocks(self.embed(tokens) * self.scale))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.encode(tokens))
@@ -76,21 +55,21 @@ def build(seed: int = 3) -> Model:
 def sharded(model: Model | None = None, /, **options: Any) -> Model:
     """From the inside out, as scripts for FSDP2 do it."""
     model = build() if model is None else model
-    for layer in model.layers:
+    for layer in model.blocks:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
 
 
 def wrapped(seed: int = 3, **options: Any) -> nn.Module:
     model = build(seed)
-    for number, layer in enumerate(model.layers):
-        model.layers[number] = FSDP(layer, **options)
+    for number, layer in enumerate(model.blocks):
+        model.blocks[number] = FSDP(layer, **options)
     return FSDP(model, **options)
 
 
 def tokens(step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator).chunk(size)[rank]
+    return torch.randint(WORDS, (BATCH, SEQUENCE), generator=generator).chunk(size)[rank]
 
 
 def loss_of(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
@@ -164,15 +143,15 @@ def test_unshard_and_reshard(rank):
     plain, model = build(), sharded()
     batch = tokens(0)
     here = batch.to("xla")
-    layer, own = model.layers[0], plain.layers[0]
-    shard = layer.qkv.weight
+    layer, own = model.blocks[0], plain.blocks[0]
+    shard = layer.up.weight
     assert shard.to_local().dim() == 1 and layer.unshard() is None
-    torch.testing.assert_close(layer.qkv.weight.cpu(), own.qkv.weight)
-    assert isinstance(model.layers[1].qkv.weight, ShardedParameter)
-    layer.qkv.weight.square().sum().backward()
-    own.qkv.weight.square().sum().backward()
+    torch.testing.assert_close(layer.up.weight.cpu(), own.up.weight)
+    assert isinstance(model.blocks[1].up.weight, ShardedParameter)
+    layer.up.weight.square().sum().backward()
+    own.up.weight.square().sum().backward()
     layer.reshard()
-    assert layer.qkv.weight is shard
+    assert layer.up.weight is shard
     assert_like(model, plain)
     model.zero_grad()
     plain.zero_grad()
@@ -182,10 +161,10 @@ def test_unshard_and_reshard(rank):
     assert layer.unshard(async_op=True).wait() is None
     total = layer.up.weight.sum()
     loss = loss_of(model(here), here)
-    assert layer.qkv.weight is shard
+    assert layer.up.weight is shard
     with_hand = gathers(loss, total)
     assert with_hand == gathers(loss_of(model(here), here)) > 0
-    for one in (model, *model.layers):
+    for one in (model, *model.blocks):
         one.unshard()
     backward(model, here)
     assert_like(model, backward(plain, batch))
@@ -212,8 +191,8 @@ def test_unshard_and_reshard(rank):
     with torch.no_grad():
         shard.mul_(2)
         table.mul_(1)
-        own.qkv.weight.mul_(2)
-    x = torch.ones(1, 4, 8)
+        own.up.weight.mul_(2)
+    x = torch.ones(1, 4, 12)
     torch.testing.assert_close(layer.forward(x.to("xla")).cpu(), own(x), rtol=2e-5, atol=1e-6)
     with pytest.raises(RuntimeError, match=r"Call unshard\(\) again"):
         model.encode(here)
@@ -222,16 +201,16 @@ def test_unshard_and_reshard(rank):
     assert all(p.grad is None for p in model.parameters())
     with torch.no_grad():
         layer.unshard()
-    assert layer.qkv.weight.requires_grad
+    assert layer.up.weight.requires_grad
 
     assert list(model.state_dict().values())[1].dim() == 1  # at rest, as torch's
     layer.unshard()
     full = xla_fsdp.full_state_dict(model, rank0_only=False)
     torch.testing.assert_close(full, plain.state_dict(), rtol=2e-5, atol=1e-6)
     layer.unshard()
-    layer.qkv.weight = nn.Parameter(torch.zeros(24, 8))
-    with pytest.raises(RuntimeError, match="'layers.0.qkv.weight' is not the shard"):
-        layer(torch.zeros(1, 4, 8).to("xla"))
+    layer.up.weight = nn.Parameter(torch.zeros(7, 12))
+    with pytest.raises(RuntimeError, match="'blocks.0.up.weight' is not the shard"):
+        layer(torch.zeros(1, 4, 12).to("xla"))
     with FSDP.summon_full_params(model, writeback=False):
         with pytest.raises(RuntimeError, match="within summon_full_params"):
             layer.unshard()
@@ -241,15 +220,15 @@ def test_unshard_and_reshard(rank):
 def test_scenarios(rank):
     batch = tokens(0)
     here = batch.to("xla")
-    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(0))
 
     # An inner module by itself, before the root and after; twice in one graph; frozen by then.
     plain, model = build(), sharded()
     for one, at in ((plain, x), (model, x.to("xla"))):
-        one.layers[1](at).square().mean().backward()
-        one.layers[0].requires_grad_(False)
+        one.blocks[1](at).square().mean().backward()
+        one.blocks[0].requires_grad_(False)
         backward(one, here if one is model else batch)
-        layer = one.layers[1]
+        layer = one.blocks[1]
         layer.forward(layer(at)).square().mean().backward()
     assert_like(model, plain)
 
@@ -257,13 +236,13 @@ def test_scenarios(rank):
     plain = build()
     for before in (True, False):
         model = build()
-        for layer in model.layers:
+        for layer in model.blocks:
             fully_shard(checkpoint_module(layer) if before else layer)
             if not before:
                 checkpoint_module(layer)
         fully_shard(model, reshard_after_forward=True)
-        model.set_modules_to_forward_prefetch([model.layers[0]])
-        model.layers[1].set_modules_to_backward_prefetch([model.layers[0]])
+        model.set_modules_to_forward_prefetch([model.blocks[0]])
+        model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
         backward(model, here)
         plain.zero_grad()
         assert_like(model, backward(plain, batch))
@@ -271,8 +250,8 @@ def test_scenarios(rank):
     # A hook that computes a parameter of others, as weight_norm has it, and one of the user's.
     def normed():
         torch.manual_seed(1)
-        first = torch.nn.utils.weight_norm(nn.Linear(8, 8))
-        return nn.Sequential(first, nn.Tanh(), nn.Linear(8, 3))
+        first = torch.nn.utils.weight_norm(nn.Linear(12, 12))
+        return nn.Sequential(first, nn.Tanh(), nn.Linear(12, 3))
 
     plain, model = normed(), normed()
     shapes = []
@@ -283,28 +262,28 @@ def test_scenarios(rank):
             one[2].register_forward_hook(lambda m, args, out: shapes.append(m.weight.shape))
         one(x if one is plain else x.to("xla")).square().mean().backward()
     assert_like(model, plain)
-    assert shapes == [(3, 8)]
+    assert shapes == [(3, 12)]
     assert type(model[1:]) is nn.Sequential and isinstance(model, FSDPModule)
 
     # In wrappers of the class, and around them; copies; dtypes of outputs and inputs.
     plain = backward(build(), batch)
     inner = build()
-    fully_shard(inner.layers[0])
+    fully_shard(inner.blocks[0])
     assert_like(backward(FSDP(inner), here), plain)
     outer = build()
-    outer.layers[0] = FSDP(outer.layers[0])
-    fully_shard(outer.layers[1])
+    outer.blocks[0] = FSDP(outer.blocks[0])
+    fully_shard(outer.blocks[1])
     fully_shard(outer)
     twin = copy.deepcopy(outer)
     assert_like(backward(twin, here), plain)
     assert all(grad is None for grad in (p.grad for p in outer.parameters()))
     narrow = torch.bfloat16
-    layer = fully_shard(Layer(), mp_policy=MixedPrecisionPolicy(narrow, output_dtype=torch.float32))
+    layer = fully_shard(Block(), mp_policy=MixedPrecisionPolicy(narrow, output_dtype=torch.float32))
     seen = []
     layer.up.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype)))
     assert layer(x.to("xla")).dtype is torch.float32 and seen == [(narrow, narrow)]
     assert all(p.dtype is torch.float32 for p in layer.parameters())
-    assert FSDP.fsdp_modules(outer) == [outer, *outer.layers]
+    assert FSDP.fsdp_modules(outer) == [outer, *outer.blocks]
     assert FSDP.fsdp_modules(outer, root_only=True) == [outer]
 
 
@@ -323,15 +302,15 @@ def test_trains_like_plain_torch(rank, size):
     plain, model = build(), build()
     for one in (plain, model):
         one.norm.requires_grad_(False)
-        one.layers[0].requires_grad_(False)
-    fully_shard([*model.layers, model.head])
+        one.blocks[0].requires_grad_(False)
+    fully_shard([*model.blocks, model.head])
     ignored = set(model.norm.parameters())
     fully_shard(model, ignored_params=ignored)
     model.set_is_last_backward(True)
     model.set_requires_all_reduce(True)
     assert ignored == set(model.norm.parameters())
     assert isinstance(model, Model) and isinstance(model, FSDPModule)
-    assert isinstance(model.layers[0], Layer) and type(model.layers[0]) is type(model.layers[1])
+    assert isinstance(model.blocks[0], Block) and type(model.blocks[0]) is type(model.blocks[1])
     for kind in ("named_parameters", "named_modules"):
         assert [n for n, _ in getattr(model, kind)()] == [n for n, _ in getattr(plain, kind)()]
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -374,7 +353,7 @@ def test_checkpoints_state_dicts_and_initialisation(rank, tmp_path):
     model = sharded(build(7))
     xla_fsdp.load_weights(model, f"{tmp_path}/{rank}.safetensors")
     with FSDP.summon_full_params(model, writeback=False):
-        assert torch.equal(model.layers[0].qkv.weight.cpu(), before["layers.0.qkv.weight"])
+        assert torch.equal(model.blocks[0].up.weight.cpu(), before["blocks.0.up.weight"])
         assert model.head.weight is model.embed.weight
     model.load_state_dict(sharded(build(7)).state_dict())
     torch.testing.assert_close(
@@ -390,15 +369,15 @@ def test_checkpoints_state_dicts_and_initialisation(rank, tmp_path):
         empty = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(empty[0])
     fully_shard(empty, param_init_fn=lambda module: module.to_empty(device="cpu")).apply(init)
-    for one, layer in ((model, model.layers[0].up), (empty, empty[1])):
+    for one, layer in ((model, model.blocks[0].up), (empty, empty[1])):
         with FSDP.summon_full_params(one, writeback=False):
             assert layer.weight.dim() == 2 and bool((layer.weight == 0.5).all())
     plain, model = build(), build()
-    model.layers = nn.ModuleList([xla_fsdp.scan_blocks(model.layers)])
+    model.blocks = xla_fsdp.scan_blocks(list(model.blocks))
     xla_fsdp.fully_shard(model)
     assert len(train(model, rank, 2, steps=1)) == 1
     state = xla_fsdp.full_state_dict(model, rank0_only=False)
-    assert {n.replace("layers.0.", "layers.") for n in state} == set(plain.state_dict())
+    assert set(state) == set(plain.state_dict())
 
 
 @on_each_rank(2)
@@ -451,7 +430,7 @@ def test_what_is_not_possible_is_refused(rank):
         model.cpu()
     with pytest.raises(AttributeError, match="no method 'decode'"):
         xla_fsdp.register_fsdp_forward_method(model, "decode")
-    model.decode = model.layers[0].forward  # as one that a PeftModel answers with
+    model.decode = model.blocks[0].forward  # as one that a PeftModel answers with
     with pytest.raises(AttributeError, match="Wrap with XlaFullyShardedDataParallel"):
         xla_fsdp.register_fsdp_forward_method(model, "decode")
     del model.decode
@@ -485,4 +464,4 @@ def fingerprints():
 def test_the_program_on_a_tpu_is_that_of_the_class():
     in_place, of_class = fingerprints()
     assert in_place == of_class
-    assert any("forward[layers.1]" in name for name in of_class[2]), of_class[2]
+    assert any("forward[blocks.1]" in name for name in of_class[2]), of_class[2]
