@@ -10,7 +10,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import finish_step, on_each_rank, without_ranks
-from small_models import full, hybrid, inputs, mlp, trace_as_on_tpu, wrapped
+from small_models import Block, full, hybrid, inputs, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import CPUOffload, ShardedParameterError, fully_shard, plan, scan_blocks
@@ -263,18 +263,9 @@ def test_stored_gradients_are_dropped_as_in_torch(rank, form):
         assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(plain)), name
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
-
-    def forward(self, x):
-        return x + self.norm(self.linear(x))
-
-
 def blocks():
     torch.manual_seed(0)
-    return [Block() for _ in range(3)]
+    return [Block(6) for _ in range(3)]
 
 
 USES = {
