@@ -247,27 +247,18 @@ def test_a_step(rank, how, bias, frozen):
     torch.testing.assert_close(whole, plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
-NAMES = [
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("query", "key", "value", "dense"),
-    ("first", "second", "third", "o_proj"),
-    ("q_proj", "k_proj", "v_proj", "proj"),
-]
+OWN = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @pytest.mark.parametrize(
     "names,heads,made,taken",
     [
-        (NAMES[0], {"head_dim": 6}, True, True),
-        (NAMES[1], {"attention_head_size": 6}, True, True),
-        (NAMES[2], {"head_dim": 6}, False, True),
-        (NAMES[3], {"head_dim": 6}, True, False),
-        (NAMES[0], {"other": 6}, False, False),
-        (NAMES[0], {"head_dim": 5}, False, False),
-        (NAMES[0], {"head_dim": 0}, False, False),
-        (NAMES[0], {"head_dim": -6}, False, False),
-        (NAMES[0], {"head_dim": True}, False, False),
-        (NAMES[0], {"head_dim": "6"}, False, False),
+        (OWN, {"head_dim": 6}, True, True),
+        (("query", "key", "value", "dense"), {"attention_head_size": 6}, True, True),
+        (("first", "second", "third", "o_proj"), {"head_dim": 6}, False, True),
+        (("q_proj", "k_proj", "v_proj", "proj"), {"head_dim": 6}, True, False),
+        (OWN, {"other": 6}, False, False),
+        *((OWN, {"head_dim": wrong}, False, False) for wrong in (5, 0, -6, True, "6")),
     ],
 )
 @on_each_rank(1)
@@ -278,10 +269,11 @@ def test_heads_are_made_and_taken_in_the_products(rank, names, heads, made, take
     with torch.no_grad():
         hlo = torch_xla._XLAC._get_xla_tensors_hlo([model(x)])
     torch_xla.sync()
-    found = re.findall(r"f32\[([\d,]+)\]\S* dot\(f32\[([\d,]+)\]", hlo)
-    assert found
-    found = {tuple(shape) for shape in found}
-    assert (("2,5,4,6", "2,5,16") in found) == made
-    assert (("2,5,24", "2,5,16") in found) != made
-    assert (("2,5,16", "2,5,4,6") in found) == taken
-    assert (("2,5,16", "2,5,24") in found) != taken
+    found = set(re.findall(r"f32\[([\d,]+)\]\S* dot\(f32\[([\d,]+)\]", hlo))
+    for made_of, x_of, expected in (
+        ("2,5,4,6", "2,5,16", made),
+        ("2,5,24", "2,5,16", not made),
+        ("2,5,16", "2,5,4,6", taken),
+        ("2,5,16", "2,5,24", not taken),
+    ):
+        assert ((made_of, x_of) in found) == expected

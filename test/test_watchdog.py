@@ -333,24 +333,23 @@ def test_what_is_compiled_is_work(monkeypatch):
     monkeypatch.setattr(waits.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(waits.time, "process_time", lambda: next(processor))
     progress = waits.Progress()
-
-    def look(**more):
+    for more, expected in (
+        ({}, (0, 0, "")),
+        ({"CreateCompileHandles": 2}, (0, 0, "")),  # not by a sync
+        ({"MarkStep": 1, "UncachedCompile": 1}, (1, 0, "compiling")),
+        ({}, (1, 1, "compiling")),
+        ({"CreateCompileHandles": 3}, (1, 0, "")),
+        ({"MarkStep": 2}, (2, 0, "")),
+        ({}, (2, 1, "")),
+        ({"ExecuteComputation": 1}, (2, 0, "")),
+        ({}, (2, 1, "computing")),
+        ({}, (2, 2, "computing")),
+    ):
         counts.update(more)
-        return progress.look()
-
-    assert look() == (0, 0, "")
-    assert look(CreateCompileHandles=2) == (0, 0, "")  # not by a sync
-    assert look(MarkStep=1, UncachedCompile=1) == (1, 0, "compiling")
-    assert look() == (1, 1, "compiling")
-    assert look(CreateCompileHandles=3) == (1, 0, "")
-    assert look(MarkStep=2) == (2, 0, "")
-    assert look() == (2, 1, "")
-    assert look(ExecuteComputation=1) == (2, 0, "")
-    assert look() == (2, 1, "computing")
-    assert look() == (2, 2, "computing")
-    assert WatchSettings(600.0, False).patience(0, False) == 2400.0
-    assert WatchSettings(600.0, False).patience(1, True) == 2400.0
-    assert WatchSettings(600.0, False).patience(1, False) == 600.0
+        assert progress.look() == expected
+    watched = WatchSettings(600.0, False)
+    waited = [watched.patience(*given) for given in ((0, False), (1, True), (1, False))]
+    assert waited == [2400.0, 2400.0, 600.0]
 
 
 def place(rank, steps=7, what=waits.DEVICE, where="a.py:1 in f", **more):
