@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import finish_step, on_each_rank, without_ranks
-from small_models import Block, full, hybrid, inputs, mlp, trace_as_on_tpu, wrapped
+from small_models import Block, full, here, hybrid, inputs_of_all, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import CPUOffload, ShardedParameterError, fully_shard, plan, scan_blocks
@@ -20,43 +21,43 @@ CLIP, STEPS = 0.3, 2
 NARROW = torch.bfloat16
 
 
-def expected(ranks: int, batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Norms before clipping, and weights, of plain training on all ranks' batches."""
-    model, norms = mlp(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)  # no state: one program
-    for step in range(STEPS):
-        for number in range(batches):
-            every = torch.cat([inputs(rank, 10 * step + number) for rank in range(ranks)])
-            (model(every).square().mean() / batches).backward()
-        grads = [p.grad for p in model.parameters()]
-        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
-        for grad in grads:
-            grad.mul_((CLIP / (norm + 1e-6)).clamp(max=1.0))
-        norms.append(norm.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, {name: value.detach() for name, value in model.named_parameters()}
-
-
-def accumulated(rank: int, pattern: str, options: dict[str, Any], sync_between: bool):
-    """As :func:`expected`; ``pattern``: ``h`` for each backward inside no_sync, ``r`` outside."""
-    model, norms = wrapped(mlp(), "1", **options), []
+def fit(model, pattern, batch, clip, sync_between=False):
+    """Norms before clipping; ``pattern``: ``h`` for each backward inside no_sync, ``r`` outside."""
+    norms = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)  # no state: one program
     for step in range(STEPS):
         for number, way in enumerate(pattern):
             with model.no_sync() if way == "h" else contextlib.nullcontext():
-                x = inputs(rank, 10 * step + number).to("xla")
-                (model(x).float().square().mean() / len(pattern)).backward()
+                y = model(batch(10 * step + number)).float()
+                (y.square().mean() / len(pattern)).backward()
             if sync_between:
                 torch_xla.sync()
-        norms.append(model.clip_grad_norm_(CLIP))
+        norms.append(clip(CLIP))
         finish_step(optimizer)
-    return [norm.item() for norm in norms], full(model, dict(model.named_parameters()))
+    return [norm.item() for norm in norms]
+
+
+def expected(batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Norms, and weights, of plain training on all ranks' batches."""
+    model = mlp()
+
+    def clip(norm):
+        return nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+    norms = fit(model, "r" * batches, inputs_of_all, clip)
+    return norms, {name: value.detach() for name, value in model.named_parameters()}
+
+
+def accumulated(rank: int, pattern: str, options: dict[str, Any], sync_between: bool):
+    model = wrapped(mlp(), "1", **options)
+    batch = functools.partial(here, rank)
+    norms = fit(model, pattern, batch, model.clip_grad_norm_, sync_between)
+    return norms, full(model, dict(model.named_parameters()))
 
 
 def cases(rank, on_tpu, all_options):
     trace_as_on_tpu(on_tpu)
-    reference = expected(xr.world_size(), 4)
+    reference = expected(4)
     for options, patterns in all_options:
         options = hybrid(rank) | {"compute_dtype": NARROW} if options == "hybrid" else options
         tolerance = 0.02 if "compute_dtype" in options else 1e-4

@@ -1,8 +1,6 @@
 """Combinations of the engine's settings train like plain torch in one process on the global batch.
 
-A cell is a form of wrapping, when parameters are freed, how they are cut, and up to two uses. The
-default suite has cells that cover every setting, ``make test-slow`` every pair of settings, and
-``make test-all`` the full product. What is not possible together raises at construction.
+A cell is a form of wrapping, when parameters are freed, how they are cut, and up to two uses.
 """
 
 import contextlib

@@ -138,7 +138,6 @@ def test_shards_wait_before_they_are_cast(rank):
     torch_xla.sync()
     model(here(rank)).sum().backward()
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([p.grad for p in model.parameters()])
-    # Types of what waits for the gather before.
     types = re.findall(r"= (\w+)\[[\d,]+\]\S* select\(", hlo)
     assert types and set(types) == {"f32"}
 

@@ -110,7 +110,6 @@ def widths(route):
 @pytest.mark.parametrize(
     ("name", "size", "scatter", "gather"),
     [
-        # Three short lines, rings on three axes, or one ring already: at once.
         ("v3-8", 8, ((8,), False), ((8,), False)),
         ("v4-128", 8, ((64,), False), ((64,), False)),
         ("v5p-128", 8, ((64,), False), ((64,), False)),
@@ -123,7 +122,6 @@ def widths(route):
         ("v3-128", 8, ((32, 4), True), ((32, 4), True)),
         ("v3-128", 24, ((64, 2), True), ((128,), False)),
         ("v5litepod-16", 8, ((8, 2), True), ((16,), False)),
-        # Rings: one axis after the other instead of one ring of 256.
         ("v5litepod-256", 24, ((256,), False), ((16, 16), False)),
     ],
 )

@@ -103,7 +103,6 @@ def trained(rank, scanned, options, hold=False, **more):
                 found.append(model(x).float().sum())
         torch_xla.sync()
     state = {name: value.cpu() for name, value in model.state_dict().items()}
-    # As many forwards: each block's own buffers are written.
     assert state["blocks.1.count"] == (6 if more else 4)
     return [value.item() for value in found], state, model.get_shard_metadata()
 

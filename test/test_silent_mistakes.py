@@ -582,7 +582,6 @@ def read_in_hooks(rank):
         one.register_full_backward_pre_hook(lambda m, grads: (grads[0] * m.layer.weight.norm(),))
         one(x.to(next(one.parameters()).device)).sum().backward()
     assert_same_gradients(model, plain)
-    # What is about the shard, or about no value, is answered.
     model = wrapped(Model())
     seen = []
     model.register_full_backward_pre_hook(lambda m, grads: seen.append(m.layer.weight.grad))

@@ -311,7 +311,6 @@ def test_gradients_of_gradients(rank):
     once = gradients(plain, inputs_of_all(), create_graph=True)
     right = torch.autograd.grad(vector_product(once), list(plain.parameters()))
     assert found == pytest.approx(sum(grad.sum() for grad in right).item(), rel=2e-2)
-    # A graph that nobody uses changes nothing.
     model.zero_grad()
     mean_square(model, given).backward(create_graph=True)
     for parameter, grad in zip(parameters, after, strict=True):
@@ -462,7 +461,6 @@ def test_torch_func_is_refused(rank):
     with pytest.raises(RuntimeError, match="transformation of torch.func"):
         torch.func.grad(lambda one: blocks(one).sum())(x)
 
-    # The remedies that the message names, and what is no transformation of Python.
     def of_inputs(one, device):
         given = inputs(rank).to(device).requires_grad_()
         (grad,) = torch.autograd.grad(one(given).square().mean(), given, create_graph=True)
