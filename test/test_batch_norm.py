@@ -274,12 +274,11 @@ def test_scanned_blocks(rank):
     torch.testing.assert_close(results[0], results[1], **CLOSE)
 
 
-def uneven(rank):
-    norm()(torch.ones(2 + rank, 3).to("xla"))
-    torch_xla.sync()
-
-
 def test_parts_of_different_sizes_are_an_error(run_ranks):
+    def uneven(rank):
+        norm()(torch.ones(2 + rank, 3).to("xla"))
+        torch_xla.sync()
+
     with pytest.raises(CollectiveMismatchError, match="batch norm of 2 values a channel"):
         run_ranks(uneven, 4)
 

@@ -42,10 +42,6 @@ def block(size, width=1024, dtype=torch.float32, wide=()):
     ]
 
 
-def names(plan):
-    return [one.name for one in plan]
-
-
 def test_a_plan_for_4096_ranks_is_printed():
     specs, options = block(4096, 8192), FSDPOptions(compute_dtype=bf16)
     plan = plan_gathers(specs, options, world(4096), label="h.0.")
@@ -79,7 +75,7 @@ def test_every_tensor_with_elements_travels_once(size, dtype, backward):
 def test_a_backward_gathers_the_last_tensors_first():
     specs, ranks = block(8), world(8)
     forward, backward = (
-        names(plan_gathers(specs, FSDPOptions(), ranks, backward=backward))
+        [one.name for one in plan_gathers(specs, FSDPOptions(), ranks, backward=backward)]
         for backward in (False, True)
     )
     assert forward == ["small_parameters", "qkv", "out", "up", "down"]

@@ -194,16 +194,9 @@ def muon_step(w, g, state, t, lr=0.05, momentum=0.95, decay=0.1):
     w -= lr * max(1, w.shape[0] / w.shape[1]) ** 0.5 * x
 
 
-def make_adafactor(parameters):
-    return Adafactor(parameters, lr=0.65, weight_decay=0.1)
-
-
-def is_matrix(parameter) -> bool:
-    return parameter.dim() == 2
-
-
+ADAFACTOR = {"lr": 0.65, "weight_decay": 0.1}
 EVERY = {"lamb": (make_lamb, Block), "lars": (make_lars, Block)}
-EVERY |= {"adafactor": (make_adafactor, Block)}
+EVERY |= {"adafactor": (functools.partial(Adafactor, **ADAFACTOR), Block)}
 EVERY |= {"muon": (make_muon, Matrices), "muon beside others": (make_muon, Block)}
 
 
@@ -212,11 +205,9 @@ def expected_weights():
     return {
         "lamb": reference(lamb_step),
         "lars": reference(lars_step),
-        "adafactor": with_plain(
-            lambda parameters: torch.optim.Adafactor(parameters, lr=0.65, weight_decay=0.1)
-        ),
+        "adafactor": with_plain(functools.partial(torch.optim.Adafactor, **ADAFACTOR)),
         "muon": reference(muon_step, Matrices),
-        "muon beside others": reference(muon_step, trained=is_matrix),
+        "muon beside others": reference(muon_step, trained=lambda parameter: parameter.dim() == 2),
     }
 
 
@@ -479,10 +470,9 @@ def test_every_step_is_one_program(rank):
 
 
 MAKES = {
-    "adafactor": (lambda p: Adafactor(p, lr=0.65, weight_decay=0.1), Block),
     "8bit": (lambda p: AdamW8bit(p, lr=0.02, betas=(0.8, 0.9), min_8bit_size=0), Block),
     "small": (lambda p: AdamW8bit(p, lr=0.02, betas=(0.8, 0.9)), Block),
-    **{name: EVERY[name] for name in ("lamb", "lars", "muon")},
+    **{name: EVERY[name] for name in ("adafactor", "lamb", "lars", "muon")},
 }
 
 
@@ -492,10 +482,6 @@ def state_of(model, optimizer):
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
-
-
-def torch_adafactor(parameters):
-    return torch.optim.Adafactor(parameters, lr=0.65, weight_decay=0.1)
 
 
 def close(found, expected, name):
@@ -580,7 +566,8 @@ def test_state_is_saved_and_loads_elsewhere(run_ranks, tmp_path, name, here, the
 def in_plain_torch(path, expected, name):
     weights, full = torch.load(path)
     make, block = MAKES[name]
-    make = torch_adafactor if name == "adafactor" else make
+    if name == "adafactor":
+        make = functools.partial(torch.optim.Adafactor, **ADAFACTOR)
     model = plain(block)
     optimizer = make(model.parameters())
     model.load_state_dict(weights)

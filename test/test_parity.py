@@ -192,6 +192,7 @@ def cross() -> list:
         marks = pytest.mark.slow if cell in COVERING else pytest.mark.full
         marks = () if cell in SINGLY else marks
         found.append((ranks, pytest.param(case, ranks, marks=marks, id=name)))
+    # By ranks, else processes of ranks would be started over and over.
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -26,6 +26,7 @@ from xla_fsdp import ShardingStrategy, checkpoint_module, full_state_dict, plan
 from xla_fsdp import ShardingStrategy as S
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.sharding.state import units_in
+from xla_fsdp.wrap import transformer_auto_wrap_policy
 
 WAYS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
@@ -50,13 +51,10 @@ def trained(model: nn.Module, batches: list[torch.Tensor]) -> nn.Module:
     return model
 
 
-def small_policy(module, recurse, nonwrapped_numel=0, **_):
-    return True if recurse else isinstance(module, nn.Linear)
-
-
 def assert_trains_alike(rank: int, size: int, **options: Any):
     plain = trained(mlp(), [torch.cat([inputs(r, s) for r in range(size)]) for s in range(2)])
-    model = FSDP(mlp(), auto_wrap_policy=small_policy, **options)
+    linear = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
+    model = FSDP(mlp(), auto_wrap_policy=linear, **options)
     trained(model, [here(rank, s) for s in range(2)])
     torch_xla.sync()
     with FSDP.summon_full_params(model, writeback=False):

@@ -81,10 +81,6 @@ def selective():
     return create_selective_checkpoint_contexts([torch.ops.aten.tanh.default])
 
 
-def by_partial(layer, x):
-    return checkpoint(functools.partial(layer, scale=x.detach()), x, use_reentrant=False)
-
-
 def by_itself(layer, x):
     recomputed = layer.module if hasattr(layer, "module") else layer
     recomputed.recomputes = True
@@ -102,11 +98,6 @@ def in_a_row(layer, x):
     return checkpoint(forward, x, use_reentrant=True)
 
 
-def with_kept_module(layer, x):
-    """As torchtitan and litgpt do: by torch's wrapper around the layer."""
-    return checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)(x)
-
-
 CALLS = {
     "reentrant": functools.partial(checkpoint, use_reentrant=True),
     "not reentrant": functools.partial(checkpoint, use_reentrant=False),
@@ -118,10 +109,13 @@ CALLS = {
     "by closure": lambda layer, x: checkpoint(lambda: layer(x), use_reentrant=False),
     "by its call": lambda layer, x: checkpoint(layer.__call__, x, None, use_reentrant=False),
     "by its forward": lambda layer, x: checkpoint(layer.forward, x, use_reentrant=False),
-    "by partial": by_partial,
+    "by partial": lambda layer, x: checkpoint(
+        functools.partial(layer, scale=x.detach()), x, use_reentrant=False
+    ),
     "by itself": by_itself,
     "in a row": in_a_row,
-    "by a wrapper": with_kept_module,
+    # As torchtitan and litgpt do.
+    "by a wrapper": lambda layer, x: checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT)(x),
     "composable": lambda layer, x: composable(layer)(x),
     "checkpoint_module": lambda layer, x: checkpoint_module(layer)(x),
     "nested checkpoint_module": lambda layer, x: checkpoint_module(
@@ -177,31 +171,24 @@ def test_calls_inside_of_sharded_models(rank, sharding):
         torch.testing.assert_close(found, expected, rtol=3e-2, atol=5e-3, msg=message)
 
 
-def unchanged(model):
-    pass
+WAYS = {
+    "unchanged": lambda model: None,
+    "checkpoint_module": lambda model: [checkpoint_module(layer) for layer in model.layers],
+    "torch": lambda model: setattr(model, "call", CALLS["not reentrant"]),
+    "torch's wrapper": lambda model: apply_activation_checkpointing(
+        model, check_fn=lambda m: isinstance(m, nn.Sequential)
+    ),
+}
 
 
-def by_torch(model):
-    model.call = CALLS["not reentrant"]
-
-
-def by_torchs_wrapper(model):
-    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, nn.Sequential))
-
-
-def by_checkpoint_module(model):
-    for layer in model.layers:
-        xla_fsdp.checkpoint_module(layer)
-
-
-def temporaries(cache, recompute):
+def temporaries(cache, way):
     def block():
         return nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
 
     def step():
         model = Net()
         model.first, model.layers = nn.Identity(), nn.ModuleList(block() for _ in range(4))
-        recompute(model)
+        WAYS[way](model)
         model = wrapped(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.randn(8192, 512).to("xla")).backward()
@@ -214,14 +201,9 @@ def temporaries(cache, recompute):
 @pytest.mark.slow
 def test_temporaries_are_those_of_checkpoint_module(elsewhere, tmp_path):
     """The figures are in docs/how-to/activation-checkpointing.md."""
-    ways = (unchanged, by_checkpoint_module, by_torch, by_torchs_wrapper)
-    without, own, *others = (elsewhere(temporaries, str(tmp_path), way) for way in ways)
+    without, own, *others = (elsewhere(temporaries, str(tmp_path), way) for way in WAYS)
     assert own < 0.6 * without
     assert others == [pytest.approx(own, rel=0.03)] * 2, (without, own, others)
-
-
-def is_layer(module):
-    return isinstance(module, Layer)
 
 
 def units_inside(model):
@@ -232,7 +214,9 @@ def units_inside(model):
 
 def units_outside(model, impl=CheckpointImpl.NO_REENTRANT, shard=None):
     wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=impl)
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=is_layer)
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, Layer)
+    )
     return shard(model) if shard else wrapped(model, "layers.0", "layers.1")
 
 
@@ -298,11 +282,7 @@ def test_states_have_the_names_and_values_of_the_module(rank, folder):
 
 def scanned(call, wrap=lambda module: module):
     inner = wrap(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-    return Computes(_adds_inner, call=call, inner=inner)
-
-
-def _adds_inner(self, x):
-    return x + self.call(self.inner, x)
+    return Computes(lambda self, x: x + self.call(self.inner, x), call=call, inner=inner)
 
 
 @on_each_rank(2)
