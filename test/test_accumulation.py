@@ -28,8 +28,7 @@ def fit(model, pattern, batch, clip, sync_between=False):
     for step in range(STEPS):
         for number, way in enumerate(pattern):
             with model.no_sync() if way == "h" else contextlib.nullcontext():
-                y = model(batch(10 * step + number)).float()
-                (y.square().mean() / len(pattern)).backward()
+                (model(batch(10 * step + number)).float().square().mean() / len(pattern)).backward()
             if sync_between:
                 torch_xla.sync()
         norms.append(clip(CLIP))
@@ -50,8 +49,7 @@ def expected(batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def accumulated(rank: int, pattern: str, options: dict[str, Any], sync_between: bool):
     model = wrapped(mlp(), "1", **options)
-    batch = functools.partial(here, rank)
-    norms = fit(model, pattern, batch, model.clip_grad_norm_, sync_between)
+    norms = fit(model, pattern, functools.partial(here, rank), model.clip_grad_norm_, sync_between)
     return norms, full(model, dict(model.named_parameters()))
 
 
@@ -155,8 +153,7 @@ def test_gradients_that_are_asked_for_by_name(rank):
         names = dict(one.named_parameters())
 
         def loss(number):
-            x = torch.cat([rows(r, number) for r in ranks])
-            return one(x.to(device)).square().mean()
+            return one(torch.cat([rows(r, number) for r in ranks]).to(device)).square().mean()
 
         with no_sync():
             loss(0).backward(inputs=[names["0.weight"], names["1.0.weight"]])
@@ -230,8 +227,7 @@ def test_gradients_that_are_not_reduced_cannot_be_used(rank, form):
         text = "'weight' are stored by no_sync and not reduced.* Run the last backward before"
         with pytest.raises(RuntimeError, match=text):
             use()
-    other = sharded(form, linear())
-    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    torch.optim.SGD(sharded(form, linear()).parameters(), lr=0.1).step()
     model(X.to("xla")).square().mean().backward()
     plain = linear()
     (plain(X).square().mean() * 2).backward()
@@ -317,8 +313,7 @@ def test_a_penalty_on_the_full_tensor_has_a_gradient(rank, form):
     loss = sum(plain(X * (rank + 1)).square().mean() for rank in range(2)) / 2
     (loss + sum(p.square().sum() for p in plain.parameters())).backward()
     for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
-        found = mine.grad.full_tensor().cpu()
-        torch.testing.assert_close(found, its.grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(mine.grad.full_tensor().cpu(), its.grad, rtol=1e-5, atol=1e-6)
 
 
 @on_each_rank(2)

@@ -107,8 +107,7 @@ def test_what_would_be_left_out_is_refused(installed):
 
     def gpt2(**more):
         torch.manual_seed(0)
-        config = GPT2Config(**sizes, **more, attn_implementation="xla_fsdp")
-        return GPT2LMHeadModel(config).eval()
+        return GPT2LMHeadModel(GPT2Config(**sizes, **more, attn_implementation="xla_fsdp")).eval()
 
     gpt2()(tokens)
     for model, given, named in (

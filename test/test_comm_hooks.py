@@ -95,8 +95,7 @@ def test_a_hook_reduces_by_itself(rank, on_tpu):
         rows = {**hybrid(rank), "shard_param_on_dim_0": True}
         assert_close(sharded(rank, (4, 4), summed_by_hand, **hybrid(rank)), expected)
         for options in (hybrid(rank), rows):
-            found = sharded(rank, (2, 4), summed_by_hand, "replicas", **options)
-            assert_close(found, expected)
+            assert_close(sharded(rank, (2, 4), summed_by_hand, "replicas", **options), expected)
 
 
 def gradients_with(rank, hook, over="all", state=None, steps=1, **options):
@@ -123,8 +122,7 @@ def test_compressed_gradients_are_right_to_rounding(rank, on_tpu):
     ranks = xr.world_size()
     plain = Matrices()
     for step in range(3):
-        every = torch.cat([batch(r, step) for r in range(ranks)])
-        plain(every).square().mean().backward()
+        plain(torch.cat([batch(r, step) for r in range(ranks)])).square().mean().backward()
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     kinds = [{}, {"flatten_parameters": True, "reshard_after_forward": False}]
     kinds += [hybrid(rank)] if ranks == 4 else []

@@ -133,8 +133,7 @@ def test_a_second_copy_is_gathered_among_fewer_ranks():
 def test_reductions_divide_where_it_is_exact(size, replicas, divisors, scale, after):
     ranks, specs = world(size, replicas), block(size)
     divisors = divisors or Divisors.of(ranks, False)
-    trained = {1: torch.float32, 3: bf16, 0: torch.float32}
-    plan = plan_reductions(specs, trained, ranks, divisors)
+    plan = plan_reductions(specs, {1: torch.float32, 3: bf16, 0: torch.float32}, ranks, divisors)
     assert sorted(number for one in plan for number in one.tensors) == [0, 1, 3]
     for one in plan:
         assert (one.scale, one.divide_after) == (scale, after)

@@ -101,8 +101,7 @@ def with_holders():
 
 @on_each_rank(2)
 def test_policies_choose_what_has_a_forward(rank):
-    names = wrapped_names(with_holders(), always_wrap_policy)
-    assert names == ["0", "0.layers.linear", "1"]
+    assert wrapped_names(with_holders(), always_wrap_policy) == ["0", "0.layers.linear", "1"]
     want = with_holders()(torch.ones(2, 6)).sum().item()
     for policy in (
         always_wrap_policy,
@@ -186,8 +185,7 @@ def test_loads_state_dicts_of_the_intree_class(rank, options):
     saved = {name: value.cpu() for name, value in theirs.state_dict().items()}
     model = wrapped(mlp(), "1", **options)
     model.load_state_dict(saved)
-    ours = whole(model, model.state_dict())
-    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    torch.testing.assert_close(whole(model, model.state_dict()), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -215,8 +213,7 @@ def test_meta_modules_are_initialised_a_submodule_at_a_time(rank, flatten):
     if not flatten:
         assert [name for name, _ in wrapper.named_parameters()] == names
         assert 0 < max(held) <= WIDTH * WIDTH + 2 * WIDTH
-        frozen = [n for n, p in wrapper.named_parameters() if not p.requires_grad]
-        assert frozen == ["2.0.weight"]
+        assert [n for n, p in wrapper.named_parameters() if not p.requires_grad] == ["2.0.weight"]
     assert all(p.device.type == "xla" for p in wrapper.parameters())
     full = whole(wrapper, wrapper.state_dict())
     assert torch.equal(full["6.weight"], full["0.0.weight"])

@@ -91,8 +91,7 @@ class NovoGrad(torch.optim.Optimizer):
 
 
 def batch(rank, step, rows=8):
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(rows, WIDTH, generator=generator)
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)

@@ -87,8 +87,7 @@ def build(uses: Iterable[str]) -> Language:
 
 def batches(uses: Iterable[str]) -> list[tuple[torch.Tensor, ...]]:
     generator = torch.Generator().manual_seed(5)
-    size = (STEPS, GLOBAL_BATCH, 3)
-    tokens = torch.randint(WORDS, size, generator=generator)
+    tokens = torch.randint(WORDS, (STEPS, GLOBAL_BATCH, 3), generator=generator)
     return [step.chunk(2 if "no_sync" in uses else 1) for step in tokens]
 
 

@@ -39,8 +39,7 @@ def trained(kind, options, wrap=FSDP, device="xla", steps=3):
     programs, text = [sum(xla_fsdp.compilation_counts())], ""
     for step in range(steps):
         optimizer.zero_grad()
-        x = torch.full((2, 5), 0.1 * (step + 1)).to(device)
-        model(x).square().sum().backward()
+        model(torch.full((2, 5), 0.1 * (step + 1)).to(device)).square().sum().backward()
         optimizer.step()
         if device == "xla":
             text = torch_xla._XLAC._get_xla_tensors_hlo(list(model.parameters()))

@@ -184,8 +184,7 @@ def test_saved_parameters_are_freed_and_rebuilt(rank, name, frozen):
 @on_each_rank(2)
 def test_zero2_keeps_parameters_until_the_backward(rank):
     """The check above can fail: with reshard_after_forward=False it sees the full parameter."""
-    arguments = [WEIGHTED["linear"]]
-    plain, model, x = built(weighted, arguments, False, reshard_after_forward=False)
+    plain, model, x = built(weighted, [WEIGHTED["linear"]], False, reshard_after_forward=False)
     large = max(p.numel() for p in plain.parameters())
     _, alive, after = full_sized(model, x.to("xla").requires_grad_(), large)
     assert alive > 0 and after == 0

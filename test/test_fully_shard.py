@@ -162,8 +162,7 @@ def test_unshard_and_reshard(rank):
     total = layer.up.weight.sum()
     loss = loss_of(model(here), here)
     assert layer.up.weight is shard
-    with_hand = gathers(loss, total)
-    assert with_hand == gathers(loss_of(model(here), here)) > 0
+    assert gathers(loss, total) == gathers(loss_of(model(here), here)) > 0
     for one in (model, *model.blocks):
         one.unshard()
     backward(model, here)
@@ -274,8 +273,7 @@ def test_scenarios(rank):
     outer.blocks[0] = FSDP(outer.blocks[0])
     fully_shard(outer.blocks[1])
     fully_shard(outer)
-    twin = copy.deepcopy(outer)
-    assert_like(backward(twin, here), plain)
+    assert_like(backward(copy.deepcopy(outer), here), plain)
     assert all(grad is None for grad in (p.grad for p in outer.parameters()))
     narrow = torch.bfloat16
     layer = fully_shard(Block(), mp_policy=MixedPrecisionPolicy(narrow, output_dtype=torch.float32))
@@ -340,8 +338,7 @@ def test_checkpoints_state_dicts_and_initialisation(rank, tmp_path):
         second = other(seed=7) if other is wrapped else sharded(build(7))
         optimizer = adamw(second)
         xla_fsdp.load_checkpoint(f"{tmp_path}/{number}", second, optimizer)
-        again = xla_fsdp.full_optim_state_dict(second, optimizer, rank0_only=False)
-        assert_equal(again, state)
+        assert_equal(xla_fsdp.full_optim_state_dict(second, optimizer, rank0_only=False), state)
         found += train(second, rank, 2, steps=1, optimizer=optimizer, first=1)
         assert_like_plain(second, found, first + then, plain)
 

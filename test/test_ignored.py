@@ -120,8 +120,7 @@ def test_a_nan_of_one_rank_is_in_the_norm_of_all(rank):
     mean_square(model, here(rank)).backward()
     grad = model.scale.grad
     if rank == 1:
-        where = torch.tensor([1]).to("xla")
-        model.scale.grad = grad.clone().index_fill_(0, where, torch.nan)
+        model.scale.grad = grad.clone().index_fill_(0, torch.tensor([1]).to("xla"), torch.nan)
     grad = model.scale.grad
     norms = [torch.linalg.vector_norm(grad, order) for order in (2, torch.inf)]
     found = [torch.max(grad), *norms, model.clip_grad_norm_(1.0, torch.inf)]
@@ -157,8 +156,7 @@ def states(rank, folder):
     assert torch.equal(model.adapter.bias.cpu(), full["adapter.bias"] + 1)
     with FSDP.summon_full_params(model):
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        plain = {name: p.shape for name, p in Model().named_parameters()}
-        assert shapes == plain
+        assert shapes == {name: p.shape for name, p in Model().named_parameters()}
         with torch.no_grad():
             model.adapter.bias.zero_()
             model.second[0].bias.zero_()

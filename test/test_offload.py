@@ -90,8 +90,7 @@ def test_trains_as_without(rank, wrap, on_tpu):
     ways = [("nested", narrow if on_tpu else {}), ("flat", {}), ("rows", narrow)]
     for number, (kind, options) in enumerate(ways[: 3 if (size, wrap) == (2, offloaded) else 1]):
         expected = trained(rank, size, plain, kind, heavy_ball, **options)
-        step = fused if number % 2 else heavy_ball
-        found = trained(rank, size, wrap, kind, step, **options)
+        found = trained(rank, size, wrap, kind, fused if number % 2 else heavy_ball, **options)
         assert found[3] == {HOST} and expected[3] != {HOST}
         # XLA leaves out that a gradient is rounded to bfloat16 if it need not go anywhere. What it
         # fuses depends on what is in the program: the update is, without offload.
@@ -403,8 +402,7 @@ def test_little_is_on_the_device(rank):
         found = []
 
         def step(model=model, optimizer=optimizer):
-            x = torch.ones(4, WIDE).to("xla")
-            model(x).float().square().mean().backward()
+            model(torch.ones(4, WIDE).to("xla")).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             torch_xla.sync()
@@ -448,8 +446,7 @@ def dropout_is_replayed(rank):
 def assert_same_gradients(model, expected):
     with FSDP.summon_full_params(model, with_grads=True, writeback=False):
         found = [p.grad if p.grad is None else p.grad.cpu() for p in model.parameters()]
-    wanted = [p.grad for p in expected.parameters()]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, [p.grad for p in expected.parameters()], rtol=1e-4, atol=1e-5)
 
 
 def checkpoints_around_wrappers(rank):

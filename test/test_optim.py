@@ -336,8 +336,7 @@ def refused(rank):
     model = wrapped("flat")
     with pytest.raises(ValueError, match="'flat_param_0' .* shape .*flatten_parameters"):
         Muon(model.parameters())
-    nested = wrapped("nested")
-    matrices, others = split_matrices(nested.parameters())
+    matrices, others = split_matrices(wrapped("nested").parameters())
     with pytest.raises(ValueError, match="a parameter of shape"):
         Muon(others)
     assert len(matrices) == 1 + 2 * 3  # frozen ones too
@@ -422,8 +421,7 @@ def test_what_a_step_sends_is_in_its_plan(tmp_path):
             fsdp = functools.partial(FSDP, compute_dtype=torch.bfloat16)
             model = fsdp(nn.Sequential(*(fsdp(nn.Linear(width, width)) for _ in range(blocks))))
             both = split_matrices(model.parameters())
-            x = torch.randn(8, width).to("xla")
-            model(x).square().mean().backward()
+            model(torch.randn(8, width).to("xla")).square().mean().backward()
             for optimizer, parameters in zip(optimizers, both, strict=True):
                 optimizer(parameters).step()
 
@@ -486,8 +484,7 @@ def state_of(model, optimizer):
 
 def close(found, expected, name):
     # Blocks of other ranks round the moments otherwise: a hundredth of a step or two.
-    tolerance = 4e-3 if name == "8bit" else 2e-5
-    torch.testing.assert_close(found, expected, rtol=2e-4, atol=tolerance)
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=4e-3 if name == "8bit" else 2e-5)
 
 
 def save_and_go_on(rank, folder, kinds, expected):
@@ -557,8 +554,7 @@ def test_state_is_saved_and_loads_elsewhere(run_ranks, tmp_path, name, here, the
     model = plain(block)
     expected = {name: train_plain(model, make(model.parameters()), (1, 2, 3, 4))}
     run_ranks(save_and_go_on, 2, str(tmp_path), [(kind, name) for kind in here], expected)
-    pairs = [(*pair, name) for pair in there]
-    run_ranks(on_other_ranks, 4, str(tmp_path), pairs, expected)
+    run_ranks(on_other_ranks, 4, str(tmp_path), [(*pair, name) for pair in there], expected)
     for kind in here:
         in_plain_torch(f"{tmp_path}/{name}-{kind}.pt", expected[name], name)
 

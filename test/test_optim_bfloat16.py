@@ -181,8 +181,7 @@ def test_rounding_is_unbiased_and_exact_where_it_can_be():
             # Four standard deviations; the bits are always the same.
             assert abs(ups - share) <= 4 * (share * (1 - share) / count) ** 0.5 + 2**-15
     special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
-    ones = torch.full((4,), -1, dtype=torch.int32)
-    found = stochastic.rounded(special, ones)
+    found = stochastic.rounded(special, torch.full((4,), -1, dtype=torch.int32))
     assert torch.equal(found[:2].float(), special[:2]) and found[2].isnan() and found[3] == 0
     # Bits differ between steps, elements and seeds, and each is set half of the time.
     bits = stochastic.random_bits(at, torch.tensor(7, dtype=torch.int32))

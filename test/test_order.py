@@ -109,11 +109,9 @@ def test_what_waits_keeps_its_values(rank):
 @on_each_rank(2)
 def test_float16_gradients_are_divided_before_they_are_summed(rank):
     """Sums that float16 cannot hold; their mean it can."""
-    layer = nn.Linear(1, 1, bias=False)
-    model = wrapped(nn.Sequential(layer), compute_dtype=torch.float16)
+    model = wrapped(nn.Sequential(nn.Linear(1, 1, bias=False)), compute_dtype=torch.float16)
     model(torch.full((1, 1), 40000.0).to(torch_xla.device())).sum().backward()
-    grad = next(model.parameters()).grad.to_local().cpu()[0]
-    assert rank != 0 or abs(grad - 40000) < 50
+    assert rank != 0 or abs(next(model.parameters()).grad.to_local().cpu()[0] - 40000) < 50
 
 
 @on_each_rank(1)
@@ -220,8 +218,7 @@ def sizes():
         norm=nn.LayerNorm(8, dtype=torch.float64),
     )
     model = FSDP(model)
-    loss = model(torch.randn(3, 640).to(torch_xla.device()))
-    return sorted(collectives_of(model, loss))
+    return sorted(collectives_of(model, model(torch.randn(3, 640).to(torch_xla.device()))))
 
 
 @on_each_rank(2)

@@ -243,8 +243,7 @@ def test_narrow_compute_dtype(check, wrapping, compute_dtype, fp32_reduce_scatte
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_parameters(check, dtype):
-    case = Case("nested", False, "none", dtype=dtype, steps=3)
-    check(case, 3, rtol=0.1, atol=0.1)
+    check(Case("nested", False, "none", dtype=dtype, steps=3), 3, rtol=0.1, atol=0.1)
 
 
 def test_switches_do_not_change_results(check):

@@ -83,8 +83,7 @@ def interleaved(rank, on_ranks):
 
 def shuffled_loader_and_random_split(rank, on_ranks):
     torch.manual_seed(3 + rank)
-    data = TensorDataset(torch.arange(20))
-    first, second = torch.utils.data.random_split(data, [12, 8])
+    first, second = torch.utils.data.random_split(TensorDataset(torch.arange(20)), [12, 8])
     seen = []
     for _ in range(2):
         for (batch,) in DataLoader(first, batch_size=5, shuffle=True):

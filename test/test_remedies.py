@@ -174,8 +174,7 @@ def summoned_scanned(wrong):
     model = wrap(nn.Sequential(nn.Linear(4, 4), xla_fsdp.scan_blocks(linears())))
     with wrong(), model.summon_full_params(model):
         pass
-    state = xla_fsdp.full_state_dict(model, rank0_only=False)
-    xla_fsdp.load_full_state_dict(model, state)
+    xla_fsdp.load_full_state_dict(model, xla_fsdp.full_state_dict(model, rank0_only=False))
     with model.summon_full_params(model, recurse=False):
         assert model.module[0].weight.shape == (4, 4)
     model = wrap(nn.Linear(4, 4))
@@ -245,8 +244,7 @@ def wrapped_twice(wrong):
 @case("has no forward.*Wrap its elements, or the module that calls them")
 def list_of_modules(wrong):
     def calls(layer):
-        layers = nn.ModuleList([layer])
-        return Computes(lambda self, x: self.layers[0](x), layers=layers)
+        return Computes(lambda self, x: self.layers[0](x), layers=nn.ModuleList([layer]))
 
     for layers in (nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict({"a": nn.Linear(4, 4)})):
         with wrong():
@@ -359,8 +357,7 @@ def drawn_on_the_host(wrong):
 
     class Drops(nn.Linear):
         def forward(self, x):
-            draw = torch.rand((), device=x.device)
-            return torch.where(draw < 0.5, x, super().forward(x))
+            return torch.where(torch.rand((), device=x.device) < 0.5, x, super().forward(x))
 
     with wrong():
         xla_fsdp.scan_blocks([Skips(4, 4), Skips(4, 4)])(x())

@@ -159,8 +159,7 @@ def test_equals_blocks_wrapped_singly(rank, options, hold, close):
 def test_prefetch_equals_the_loop_without(rank, options, on_tpu, rtol):
     options = of_rank(rank, options)
     trace_as_on_tpu(on_tpu)
-    results = (trained(rank, True, options, prefetch=how) for how in (True, False))
-    assert_same(*results, rtol, rtol)
+    assert_same(*(trained(rank, True, options, prefetch=how) for how in (True, False)), rtol, rtol)
 
 
 @on_each_rank(1)

@@ -77,8 +77,7 @@ def test_hooks_reduce_in_the_loop(rank):
     assert_close(plain, expected)
     for hook, digits in ((comm_hooks.bf16_compress_hook, 8), (comm_hooks.fp16_compress_hook, 11)):
         found = sharded(rank, hook)
-        moved = sum((found[name] - value).abs().sum() for name, value in expected.items())
-        assert moved > 0
+        assert sum((found[name] - value).abs().sum() for name, value in expected.items()) > 0
         assert_close(found, expected, 8 * 2**-digits)
 
     seen = []
@@ -140,8 +139,7 @@ def _scanned():
 @without_ranks
 def test_the_loops_on_the_tpu_compiler():
     options = {"cache": False, "progress": False}
-    step = training_step(_scanned, 8, 128, WIDE)
-    report = plan(step, "v5litepod-8", ranks=[0, 7], **options)
+    report = plan(training_step(_scanned, 8, 128, WIDE), "v5litepod-8", ranks=[0, 7], **options)
     assert report.executables == 1
     inside = [one for one in report.schedule.collectives if one.times == BLOCKS]
     matrix = WIDE * WIDE * 2  # bytes, in bfloat16
@@ -198,8 +196,7 @@ def test_what_is_offloaded_and_what_is_refused(rank):
         x = torch.linspace(-1, 1, 192).view(16, 12).to("xla").requires_grad_()
         odd = (x[:5, :3] * 2).clone()  # no rows of eight
         block(x * 1.0, mask, odd=odd).square().sum().backward()
-        hlo = torch_xla._XLAC._get_xla_tensors_hlo([x.grad])
-        assert ("dynamic-update-slice" in hlo) is offload
+        assert ("dynamic-update-slice" in torch_xla._XLAC._get_xla_tensors_hlo([x.grad])) is offload
         grads.append([x.grad.cpu(), *(p.grad.cpu() for p in block.parameters() if p.requires_grad)])
         block.zero_grad()
     torch.testing.assert_close(*grads)

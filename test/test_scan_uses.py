@@ -293,8 +293,7 @@ def test_in_a_model(rank):
         torch.manual_seed(3)
         model = Model(lambda blocks, keep=keep: scan_blocks(blocks, keep=keep))
         model = FSDP(model)
-        x = torch.ones(2, 4, 5).to(torch_xla.device())
-        model(x).square().sum().backward()
+        model(torch.ones(2, 4, 5).to(torch_xla.device())).square().sum().backward()
         found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
         assert model.state_dict()["blocks.1.count"].item() == 1
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)

@@ -314,8 +314,7 @@ def test_what_a_wrapper_can_not_use_is_refused(rank):
     given = {name: value.to("xla") for name, value in given.items()}
     with pytest.raises(RuntimeError, match="is not the shard that .*functional_call"):
         torch.func.functional_call(model, given, (here(rank),))
-    own = dict(model.named_parameters())
-    again = torch.func.functional_call(model, own, (here(rank),))
+    again = torch.func.functional_call(model, dict(model.named_parameters()), (here(rank),))
     torch.testing.assert_close(again.cpu(), plain(inputs(rank)), rtol=1e-5, atol=1e-6)
     model.module[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, device="xla"))
     with pytest.raises(RuntimeError, match="parameter '0.weight' is not the shard"):
@@ -364,8 +363,7 @@ def test_attributes_set_on_the_wrapper_are_the_modules(rank):
         gain = torch.tensor(2.0, device="cpu" if one is plain else "xla")
         one.register_buffer("gain", gain, persistent=False)
         one.add_module("added", nn.ReLU())
-    out = model(here(rank))
-    torch.testing.assert_close(out.cpu(), plain(inputs(rank)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model(here(rank)).cpu(), plain(inputs(rank)), rtol=1e-5, atol=1e-6)
     assert model.module.temperature == model.temperature == 3.0
     assert model.note == model.module.note == "mine"
     assert model.module.gain is model.gain and "gain" not in model.state_dict()

@@ -73,8 +73,7 @@ def twice(checkpointed=False):
 @on_each_rank(2)
 def test_forwards_of_a_loss(rank, build, units, loss_of, reshard):
     model = wrapped(build(), *units, reshard_after_forward=reshard)
-    plain = twice() if "layer" in units else build()
-    assert_same_backward(model, plain, rank, loss_of)
+    assert_same_backward(model, twice() if "layer" in units else build(), rank, loss_of)
 
 
 def contrastive(model, x):
@@ -372,8 +371,7 @@ def test_a_module_under_two_names(rank):
 def test_refusals(rank):
     with pytest.raises(ValueError, match=f"no group of sharding_groups has this rank, {rank}"):
         FSDP(mlp(), sharding_groups=[[0, 1]], sharding_rank=1 - rank, sharding_world_size=2)
-    model = wrapped(mlp(), "1")
-    outer = nn.ModuleDict({"inner": model, "head": nn.Linear(2, 2)})
+    outer = nn.ModuleDict({"inner": wrapped(mlp(), "1"), "head": nn.Linear(2, 2)})
     bias = torch.ones(2)
     outer.load_state_dict({"head.bias": bias}, strict=False, assign=True)
     assert outer["head"].bias.data_ptr() == bias.data_ptr()

@@ -41,8 +41,7 @@ class Mesh:
 def trained(model: nn.Module, batches: list[torch.Tensor]) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     for batch in batches:
-        loss = model(batch).square().mean()
-        loss.backward()
+        model(batch).square().mean().backward()
         clip = getattr(model, "clip_grad_norm_", None)
         norm = clip(0.1) if clip else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         assert norm > 0.1  # so that it matters whose norm it is
@@ -206,8 +205,7 @@ def test_what_numbers_mean(rank):
         with pytest.raises((ValueError, TypeError), match=f"got {number}. Pass one of|, got 2.0"):
             FSDP(mlp(), reshard_after_forward=number)
     for given, meant in ((True, True), (False, False), (1, False), (2, 2), (4, True)):
-        found = FSDP(mlp(), reshard_after_forward=given).fsdp_options.reshard_after_forward
-        assert found is meant
+        assert FSDP(mlp(), reshard_after_forward=given).fsdp_options.reshard_after_forward is meant
 
 
 WIDTH, BLOCKS = 512, 4

@@ -54,8 +54,7 @@ class SelfRecomputed(Layer):
         if not self.recomputes:
             return super().__call__(*args, **kwargs)
         self.recomputes = False
-        function = functools.partial(super().__call__, **kwargs)
-        return checkpoint(function, *args, use_reentrant=False)
+        return checkpoint(functools.partial(super().__call__, **kwargs), *args, use_reentrant=False)
 
 
 def direct(module, x):

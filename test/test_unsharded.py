@@ -179,8 +179,7 @@ def assert_refused(rank, form, action, remedy, name="weight"):
 @on_each_rank(2)
 def test_what_would_be_lost_raises(rank, form):
     for case, (action, remedy) in REFUSED.items():
-        name = "frozen" if case == "unfreezing" else "weight"
-        assert_refused(rank, form, action, remedy, name)
+        assert_refused(rank, form, action, remedy, "frozen" if case == "unfreezing" else "weight")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -282,8 +281,7 @@ def test_a_frozen_trunk_has_no_backward(rank):
     model = FSDP(nn.Sequential(trunk, nn.Linear(WIDTH, 2)))
     features = []
     trunk.register_forward_hook(lambda *args: features.append(args[-1]))
-    x = torch.ones(2, WIDTH, device="xla")
-    loss = model(x).sum()
+    loss = model(torch.ones(2, WIDTH, device="xla")).sum()
     gathers, gather = [], trunk._unit.gather
     trunk._unit.gather = lambda *args: gathers.append(1) or gather(*args)
     loss.backward()
