@@ -11,7 +11,16 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import finish_step, on_each_rank, without_ranks
-from small_models import Block, full, here, hybrid, inputs_of_all, mlp, trace_as_on_tpu, wrapped
+from small_models import (
+    Block,
+    full,
+    here,
+    hybrid,
+    inputs_of_all,
+    mlp,
+    trace_as_on_tpu,
+    wrapped,
+)
 from torch import nn
 
 from xla_fsdp import CPUOffload, ShardedParameterError, fully_shard, plan, scan_blocks

@@ -181,8 +181,7 @@ def test_plan():
         model(x).float().square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    options = {"ranks": [0], "cache": False, "progress": False}
-    report = plan(step, "v5litepod-4", **options)
+    report = plan(step, "v5litepod-4", ranks=[0], cache=False, progress=False)
     kernels = [op for op in report.schedule.ops if op.name.startswith(("splash", "vmap_splash"))]
     # Forward, the same again in the backward, gradients of queries, of keys and values.
     assert [op.times for op in kernels] == [3] * 4

@@ -141,8 +141,7 @@ def test_compressed_gradients_are_right_to_rounding(rank, on_tpu):
             torch.testing.assert_close(found, exact, rtol=0, atol=0)
         kinds_of = {comm_hooks.bf16_compress_hook: 2**-8, comm_hooks.fp16_compress_hook: 2**-11}
         for hook, digits in kinds_of.items():
-            overs = ["all", "replicas"] if "replication_groups" in options else ["all"]
-            for over in overs:
+            for over in ["all", "replicas"] if "replication_groups" in options else ["all"]:
                 found = gradients_with(rank, hook, over, **options)
                 for name, value in expected.items():
                     error = (found[name] - value).norm() / value.norm()

@@ -18,8 +18,7 @@ from xla_fsdp.ranks.rank import current_rank
 
 def sharded_step(rank, size, step):
     """Gather, compute, reduce-scatter, as FSDP does; returns a value that depends on all ranks."""
-    shard = torch.full((2, 8), float(rank + step)).to("xla")
-    full = xm.all_gather(shard)
+    full = xm.all_gather(torch.full((2, 8), float(rank + step)).to("xla"))
     mine = xm.reduce_scatter(xm.REDUCE_SUM, full * 2 + 1, 1.0, 0, size)
     return (mine.sum() + full.sum()) / 16
 

@@ -85,8 +85,7 @@ def test_a_recomputed_block_uses_what_a_layer_narrows_first(rank, inner, outer, 
     """How many the backward puts around the gradient of what a linear layer returns, where weights
     count as large and where they do not; and what it gives."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(inner, outer))
-    state, counts, gradients = plain.state_dict(), [], []
+    state, counts, gradients = nn.Sequential(nn.Linear(inner, outer)).state_dict(), [], []
     for large in (1, 1 << 21):
         with keeping(), mock.patch("xla_fsdp.layers.linear.LARGE", large):
             block = nn.Sequential(nn.Linear(inner, outer))

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-import torch_xla.runtime as xr
 from on_ranks import on_each_rank
-from small_models import WIDTH, gradients, here, inputs, trace_as_on_tpu
+from small_models import WIDTH, gradients, here, inputs, inputs_of_all, mean_square, trace_as_on_tpu
 from torch import nn
 
 from xla_fsdp import MixedPrecision, full_state_dict, scan_blocks
@@ -56,8 +55,7 @@ def ran(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
 @on_each_rank(timeout=1500)
 def test_every_policy(rank):
     plain = Wide()
-    every = torch.cat([inputs(r) for r in range(xr.world_size())])
-    plain(every).square().mean().backward()
+    mean_square(plain, inputs_of_all()).backward()
     theirs = {name: value.grad for name, value in plain.named_parameters()}
 
     def check(policy, first, second, bound=0.05, inner=None):
@@ -172,7 +170,7 @@ def test_modules_that_stay_in_float32(rank, as_on_tpu):
     # Of all ranks the same: batch norms know only of their own.
     same = torch.cat([inputs(number) for number in range(6)])
     plain = Normed()
-    plain(same).square().mean().backward()
+    mean_square(plain, same).backward()
     theirs = {name: value.grad for name, value in plain.named_parameters()}
     wide = (nn.LayerNorm, nn.BatchNorm1d)
     for options, classes in (
@@ -245,8 +243,7 @@ def test_scanned_modules_that_stay_in_float32(rank):
     torch.manual_seed(9)
     blocks = [nn.Sequential(Noting(nn.LayerNorm(WIDTH)), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
     plain = nn.Sequential(*(nn.Sequential(*block) for block in blocks))
-    every = torch.cat([inputs(r) for r in range(2)])
-    plain(every).square().mean().backward()
+    mean_square(plain, inputs_of_all()).backward()
     expected = [(value.detach().clone(), value.grad) for value in plain.parameters()]
     policy = MixedPrecision(param_dtype=NARROW, _module_classes_to_ignore=[nn.LayerNorm])
     model = FSDP(nn.Sequential(scan_blocks(blocks, mixed_precision=policy)), mixed_precision=policy)

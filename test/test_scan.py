@@ -90,8 +90,7 @@ def trained(rank, scanned, options, hold=False, **more):
     for _ in range(2):
         for part in range(2):
             x = torch.randn(2, 4, 5, generator=generator).to(torch_xla.device())
-            wait = model.no_sync() if hold and part == 0 else torch.enable_grad()
-            with wait:
+            with model.no_sync() if hold and part == 0 else torch.enable_grad():
                 loss = (model(x) - x).float().square().mean()
                 loss.backward()
         norm = model.clip_grad_norm_(0.7)

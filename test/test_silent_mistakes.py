@@ -507,8 +507,7 @@ class Model(nn.Module):
 
 def layers_called_by_themselves(rank):
     x = torch.ones(2, WIDE).to("xla")
-    kinds = {}, {"shard_param_on_dim_0": True}, {"flatten_parameters": True}
-    for options in kinds:
+    for options in ({}, {"shard_param_on_dim_0": True}, {"flatten_parameters": True}):
         model = wrapped(Model(), **options)
         model(x)
         for call in (model.norm, model.layer, model.module):
