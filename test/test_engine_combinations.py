@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import torch_xla.runtime as xr
 from covering import covering, pairs_of
 from on_ranks import finish_step, on_each_rank
-from small_models import Block, Language, of_parameters
+from small_models import WORDS, Block, Language, of_parameters
 from torch import nn
 
 import xla_fsdp

@@ -12,7 +12,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, without_ranks
 from safetensors.torch import save_file
-from small_models import Block, Language, whole
+from small_models import WORDS, Block, Language, whole
 from torch import nn
 from wrappings import assert_equal
 
