@@ -2,6 +2,18 @@
 
 import inspect
 
+import pytest
+
+
+def slow(*values):
+    """A row of parameters that ``make test-slow`` has."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def only_full(*values):
+    """A row of parameters that ``make test-all`` has."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
 
 def on_each_rank(size=None, timeout=600):
     """Decorates ``test_...(rank, ...)``: ``size`` ranks run it with the test's other parameters.

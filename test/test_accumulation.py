@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, slow, without_ranks
 from small_models import (
     Block,
     assert_same_gradients,
@@ -90,7 +90,7 @@ SLOW = [
     [
         (2, False, [({}, ALL), ({"compute_dtype": NARROW}, ["hrhr"])]),
         (2, True, [({"flatten_parameters": True}, ["hrhr"]), (WIDE, ["rhhr"])]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(slow(*case) for case in SLOW),
     ],
 )
 def test_any_mixture_equals_plain_training(run_ranks, ranks, on_tpu, options):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import on_each_rank, only_full, without_ranks
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -50,7 +50,7 @@ def with_gradients(attend, q, k, v, weights):
     return [out.detach(), *(t.grad for t in tensors)]
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.full)])
+@pytest.mark.parametrize("cases", [FEW, only_full(MORE)])
 @on_each_rank(1, timeout=1500)
 def test_values_and_gradients_are_those_of_torch(rank, cases):
     for *sizes, causal, segments in cases:

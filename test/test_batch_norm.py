@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, slow, without_ranks
 from torch import nn
 
 from xla_fsdp import SyncBatchNorm, checkpoint_module, full_state_dict, plan, scan_blocks
@@ -104,7 +104,7 @@ def train(model, inputs, sync=lambda: None):
         ("far from zero", 4, "checkpointed"),
         ("far from zero", 1, "nested"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            slow(*case)
             for case in (
                 ("1d", 4, "nested"),
                 ("1d", 4, "checkpointed"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, only_full, slow, without_ranks
 from planned import training_step
 from small_models import full, hybrid, trace_as_on_tpu, wrapped
 from torch import nn
@@ -79,8 +79,7 @@ def summed_by_hand(state, bucket):
     return bucket.shard_of([bucket.all_reduce(g) / bucket.divisor for g in bucket.gradients()])
 
 
-SLOW, FULL = pytest.mark.slow, pytest.mark.full
-WAYS = [(2, True), pytest.param(4, False, marks=SLOW), pytest.param(2, False, marks=FULL)]
+WAYS = [(2, True), slow(4, False), only_full(2, False)]
 
 
 @pytest.mark.parametrize("ranks,on_tpu", WAYS)

@@ -8,7 +8,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, slow
 from safetensors.torch import save_file
 from small_models import (
     WIDTH,
@@ -506,7 +506,7 @@ def raises_naming(names, absent, doing="the first forward", call=None):
         assert repr(name) not in str(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 @on_each_rank(timeout=1500)
 def test_values_come_with_a_load_or_are_missed(rank, tmp_path):
     plain = Model()

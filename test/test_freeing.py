@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, slow
 from small_models import Computes
 from torch import nn
 from torch.nn.modules.rnn import GRU  # torch_xla replaces nn.GRU by one that needs a device
@@ -153,9 +153,7 @@ def built(factory, arguments, frozen, **options):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "gru" else n for n in MODELS]
-)
+@pytest.mark.parametrize("name", [slow(n) if n == "gru" else n for n in MODELS])
 @on_each_rank(2)
 def test_saved_parameters_are_freed_and_rebuilt(rank, name, frozen):
     factory, *arguments = MODELS[name]

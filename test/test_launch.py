@@ -13,7 +13,7 @@ import pytest
 import torch
 from launch_scripts import HEAD, LATE
 from lazy_modules import torch_xla, xm
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, slow
 from torch import nn
 
 import xla_fsdp
@@ -31,9 +31,6 @@ def sharded_step(rank, size, step):
 
 def expected(rank, size, step):
     return size * (2 * (rank + step) + 1) + sum(range(size)) + size * step
-
-
-SLOW = pytest.mark.slow
 
 
 def test_programs_do_not_depend_on_the_garbage_collector(run_ranks, tmp_path):
@@ -94,7 +91,7 @@ print("all")
 """
 
 
-@pytest.mark.parametrize("launches", [9, pytest.param(60, marks=SLOW)])
+@pytest.mark.parametrize("launches", [9, slow(60)])
 def test_consecutive_launches_on_4_ranks(run_script, launches):
     result = run_script(MANY, os.path.dirname(__file__), launches)
     assert result.stdout == "all\n", result.stderr
@@ -300,26 +297,19 @@ def test_in_a_process_of_its_own(run_script, name):
     assert result.stdout == "done\n" and result.returncode == 0, result.stderr
 
 
+STARTED = 'import torch, torch_xla; torch.ones(1).to("xla")'
+
+
 @pytest.mark.parametrize(
     "before, env, words",
     [
-        (
-            'import torch, torch_xla; torch.ones(1).to("xla")',
-            {"CPU_NUM_DEVICES": "4"},
-            ["RuntimeError: this process's XLA runtime was already started", "_ALIASING=0"],
-        ),
-        pytest.param(
-            'import torch, torch_xla; torch.ones(1).to("xla")',
-            {"CPU_NUM_DEVICES": "1"},
-            ["already started with 1", "CPU_NUM_DEVICES=4"],
-            marks=SLOW,
-        ),
-        (
-            "",
-            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-             "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"},
-            ["torchrun started 2 processes, but XLA has a world size of 1; on a CPU, XLA has no "],
-        ),
+        (STARTED, {"CPU_NUM_DEVICES": "4"},
+         ["RuntimeError: this process's XLA runtime was already started", "_ALIASING=0"]),
+        slow(STARTED, {"CPU_NUM_DEVICES": "1"}, ["already started with 1", "CPU_NUM_DEVICES=4"]),
+        ("",
+         {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+          "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"},
+         ["torchrun started 2 processes, but XLA has a world size of 1; on a CPU, XLA has no "]),
     ],
 )  # fmt: skip
 def test_a_process_in_which_ranks_cannot_run(run_script, before, env, words):
@@ -355,11 +345,11 @@ assert launch(lambda rank: rank) == [0, 1, 2, 3]  # the default
     "script, end, status",
     [
         (HEAD + STUCK, "sys.exit(3)", 3),
-        pytest.param(HEAD + STUCK, "", 0, marks=SLOW),
-        pytest.param(HEAD + STUCK, "raise KeyError('x')", 1, marks=SLOW),
+        slow(HEAD + STUCK, "", 0),
+        slow(HEAD + STUCK, "raise KeyError('x')", 1),
         (CLEAN, "1 / 0", 1),
         (CLEAN, "sys.exit(3)", 3),
-        pytest.param(CLEAN, "", 0, marks=SLOW),
+        slow(CLEAN, "", 0),
     ],
     ids=["stuck-exit", "stuck", "stuck-raise", "clean-raise", "clean-exit", "clean"],
 )

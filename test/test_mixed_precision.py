@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, slow
 from small_models import WIDTH, gradients, here, inputs, inputs_of_all, mean_square, trace_as_on_tpu
 from torch import nn
 
@@ -51,7 +51,7 @@ def ran(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 @on_each_rank(timeout=1500)
 def test_every_policy(rank):
     plain = Wide()

@@ -11,7 +11,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from checkpoint_runs import Run
-from on_ranks import finish_step, on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, slow, without_ranks
 from small_models import Computes, here, inputs, mlp, trace_as_on_tpu
 from torch import nn
 from zoo import Zoo, batches, loss_of
@@ -76,11 +76,7 @@ SLOW = [(2, offloaded, False), (4, offloaded, False), (1, streamed, False), (2, 
 
 @pytest.mark.parametrize(
     "ranks, wrap, on_tpu",
-    [
-        (1, offloaded, False),
-        (2, streamed, False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-    ],
+    [(1, offloaded, False), (2, streamed, False), *(slow(*case) for case in SLOW)],
 )
 @on_each_rank()
 def test_trains_as_without(rank, wrap, on_tpu):

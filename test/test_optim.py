@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_xla.debug.metrics as met
 from lazy_modules import torch_xla, xm, xr
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import on_each_rank, only_full, slow, without_ranks
 from rank_warnings import every_rank_warns
 from small_models import here, hybrid, inputs_of_all, mean_square, mlp, whole
 from torch import nn
@@ -211,17 +211,14 @@ def expected_weights():
     }
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     "ranks, kinds",
     [
         (2, ["flat", "dim0scan"]),
-        pytest.param(4, ["nested"], marks=SLOW),
-        pytest.param(1, ["flat", "dim0scan", "scan"], marks=pytest.mark.full),
-        pytest.param(2, ["nested", "dim0", "scan"], marks=SLOW),
-        pytest.param(4, ["flat", "dim0scan", "scan"], marks=pytest.mark.full),
+        slow(4, ["nested"]),
+        only_full(1, ["flat", "dim0scan", "scan"]),
+        slow(2, ["nested", "dim0", "scan"]),
+        only_full(4, ["flat", "dim0scan", "scan"]),
     ],
 )
 @on_each_rank(timeout=1500)
@@ -540,11 +537,11 @@ def on_other_ranks(rank, folder, pairs, expected):
 @pytest.mark.parametrize(
     "name, here, there",
     [
-        pytest.param("adafactor", ["flat"], [("flat", "scan")], marks=SLOW),
-        pytest.param("8bit", ["nested"], [("nested", "scan")], marks=SLOW),
-        pytest.param("adafactor", ["flat", "nested"], [("nested", "flat")], marks=SLOW),
-        pytest.param("small", ["nested"], [("nested", "flat")], marks=SLOW),
-        pytest.param("lamb", ["nested"], [("nested", "dim0scan")], marks=SLOW),
+        slow("adafactor", ["flat"], [("flat", "scan")]),
+        slow("8bit", ["nested"], [("nested", "scan")]),
+        slow("adafactor", ["flat", "nested"], [("nested", "flat")]),
+        slow("small", ["nested"], [("nested", "flat")]),
+        slow("lamb", ["nested"], [("nested", "dim0scan")]),
         ("lars", ["nested"], [("nested", "flat")]),
         ("muon", ["nested"], [("nested", "dim0scan")]),
     ],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lazy_modules import torch_xla
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, only_full, slow
 from small_models import whole
 from test_optim import gradients, plain, put_gradients, train_plain, weights, wrapped
 
@@ -81,10 +81,10 @@ def test_on_plain_parameters():
 @pytest.mark.parametrize(
     "ranks, kinds",
     [
-        pytest.param(2, ("scan", "nested", "flat"), marks=pytest.mark.slow),
-        pytest.param(4, ("flat",), marks=pytest.mark.slow),
-        pytest.param(1, ("dim0scan",), marks=pytest.mark.slow),
-        pytest.param(4, ("dim0",), marks=pytest.mark.full),
+        slow(2, ("scan", "nested", "flat")),
+        slow(4, ("flat",)),
+        slow(1, ("dim0scan",)),
+        only_full(4, ("dim0",)),
     ],
 )
 @on_each_rank(timeout=1500)

@@ -8,6 +8,7 @@ import pytest
 import test_optim
 import torch
 from lazy_modules import torch_xla
+from on_ranks import only_full, slow
 from small_models import whole
 from test_optim import Block, Model, gradients, put_gradients, put_plain_gradients, weights
 from torch import nn
@@ -156,9 +157,9 @@ def resumed(rank, kind, ways, expected, folder):
     "ranks, kind, ways, others",
     [
         (2, "flat", ["master"], None),
-        pytest.param(2, "nested", ["master", "random", "factors"], "dim0", marks=pytest.mark.slow),
-        pytest.param(1, "nested", ["lamb"], None, marks=pytest.mark.full),
-        pytest.param(4, "scan", ["master"], None, marks=pytest.mark.slow),
+        slow(2, "nested", ["master", "random", "factors"], "dim0"),
+        only_full(1, "nested", ["lamb"], None),
+        slow(4, "scan", ["master"], None),
     ],
 )
 def test_on_shards_and_on_other_ranks(run_ranks, tmp_path, ranks, kind, ways, others):

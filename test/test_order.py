@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch_xla
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, slow
 from small_models import Computes, assert_same_backward, here, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
@@ -43,7 +43,7 @@ def nothing_held(model):
     return order._on_host is None and not any(sum(order._events.values(), []))
 
 
-@pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checkpoint", [False, slow(True)])
 @pytest.mark.parametrize("options", PREFETCH, ids=range(len(PREFETCH)))
 @on_each_rank(2)
 def test_gradients_are_the_same_in_every_order(rank, options, checkpoint):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from covering import covering, pairs_of
 from lazy_modules import torch_xla, xr
+from on_ranks import only_full, slow
 from small_models import of_parameters, trace_as_on_tpu, whole
 from torch import nn
 from zoo import Block, Zoo, batches, loss_of
@@ -166,7 +167,6 @@ def assert_equal(ranks: list[dict[str, Any]], reference: dict[str, Any], **toler
 
 
 WRAPPINGS = ["root", "nested", "auto", "flat", "dim0"]
-SLOW = pytest.mark.slow
 ACCUMULATIONS = ["none", "no_sync", "plain"]
 PRODUCT = list(itertools.product(WRAPPINGS, [True, False], [False, True], ACCUMULATIONS))
 COVERING = covering(PRODUCT, lambda cell: pairs_of(tuple(enumerate(cell))))
@@ -213,8 +213,8 @@ def test_float32(check, case, ranks):
     "wrapping",
     [
         "nested",
-        *(pytest.param(wrapping, marks=SLOW) for wrapping in ("flat", "dim0")),
-        *(pytest.param(wrapping, marks=pytest.mark.full) for wrapping in ("root", "auto")),
+        *(slow(wrapping) for wrapping in ("flat", "dim0")),
+        *(only_full(wrapping) for wrapping in ("root", "auto")),
     ],
 )
 def test_float64_to_the_last_digits(run_ranks, wrapping):
@@ -230,7 +230,7 @@ NARROW_SINGLY = covering(covering(NARROW), lambda case: set(case[1:]))
 
 @pytest.mark.parametrize(
     "wrapping, compute_dtype, fp32_reduce_scatter",
-    [one if one in NARROW_SINGLY else pytest.param(*one, marks=SLOW) for one in covering(NARROW)],
+    [one if one in NARROW_SINGLY else slow(*one) for one in covering(NARROW)],
 )
 def test_narrow_compute_dtype(check, wrapping, compute_dtype, fp32_reduce_scatter):
     options = (("fp32_reduce_scatter", bool(fp32_reduce_scatter)),)

@@ -10,7 +10,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from faulty_disk import in_child
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, slow
 from torch import nn
 
 import xla_fsdp
@@ -134,7 +134,7 @@ def reads(run, folder):
     return list(everything.items())
 
 
-@pytest.mark.parametrize("form", ["class", pytest.param("in place", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["class", slow("in place")])
 @on_each_rank(2, timeout=900)
 def test_reading_and_saving_move_no_generator(rank, form, tmp_path):
     moved = []

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import on_each_rank, only_full, slow, without_ranks
 from planned import training_step
 from small_models import hybrid, trace_as_on_tpu
 from torch import nn
@@ -133,8 +133,8 @@ FULL = [(2, BFLOAT16 | {"fp32_reduce_scatter": True}, False, NARROW)]
     "ranks, options, hold, close",
     [
         (3, {}, True, EXACT),  # no_sync changes nothing but the bytes sent
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in FULL),
+        *(slow(*case) for case in SLOW),
+        *(only_full(*case) for case in FULL),
     ],
 )
 @on_each_rank()
@@ -147,11 +147,11 @@ def test_equals_blocks_wrapped_singly(rank, options, hold, close):
     "ranks, options, on_tpu, rtol",
     [
         (2, ROWS, False, 0.0),
-        pytest.param(2, BFLOAT16, True, 0.0, marks=pytest.mark.slow),
-        pytest.param(4, HYBRID, False, 0.0, marks=pytest.mark.slow),
-        pytest.param(4, {"reshard_after_forward": 2}, False, 0.0, marks=pytest.mark.slow),
+        slow(2, BFLOAT16, True, 0.0),
+        slow(4, HYBRID, False, 0.0),
+        slow(4, {"reshard_after_forward": 2}, False, 0.0),
         # XLA on a CPU fuses, and so rounds, some of it otherwise: 7.5291286 for 7.5291281.
-        pytest.param(4, {"reshard_after_forward": 2}, True, 1e-5, marks=pytest.mark.slow),
+        slow(4, {"reshard_after_forward": 2}, True, 1e-5),
     ],
 )
 @on_each_rank()

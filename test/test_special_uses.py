@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank
+from on_ranks import finish_step, on_each_rank, slow
 from small_models import (
     WIDTH,
     Computes,
@@ -564,13 +564,7 @@ LOOPS = [two_losses, summed_losses, one_of_the_outputs, preferences, thawing]
 
 
 @pytest.mark.parametrize(
-    "ranks, kind",
-    [
-        (2, "root"),
-        pytest.param(4, "nested", marks=pytest.mark.slow),
-        pytest.param(2, "checkpointed", marks=pytest.mark.slow),
-        (4, "flat"),
-    ],
+    "ranks, kind", [(2, "root"), slow(4, "nested"), slow(2, "checkpointed"), (4, "flat")]
 )
 @on_each_rank(timeout=1500)
 def test_mixes_train_as_in_plain_torch(rank, kind):

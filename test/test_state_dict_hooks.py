@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, only_full, slow
 from small_models import Computes
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -214,8 +214,8 @@ def same(found, expected):
     "form",
     [
         "class",
-        *(pytest.param(form, marks=pytest.mark.slow) for form in ("in place", "flat")),
-        *(pytest.param(form, marks=pytest.mark.full) for form in ("nested", "none")),
+        *(slow(form) for form in ("in place", "flat")),
+        *(only_full(form) for form in ("nested", "none")),
     ],
 )
 @on_each_rank(2)

@@ -9,17 +9,9 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import on_each_rank, slow, without_ranks
 from planned import training_step
-from small_models import (
-    here,
-    inputs,
-    inputs_of_all,
-    mean_square,
-    mlp,
-    trace_as_on_tpu,
-    wrapped,
-)
+from small_models import here, inputs, inputs_of_all, mean_square, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import ShardingStrategy, checkpoint_module, full_state_dict, plan
@@ -63,7 +55,7 @@ def assert_trains_alike(rank: int, size: int, **options: Any):
     return model
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 @on_each_rank(timeout=1500)
 def test_every_strategy_trains_like_plain_torch(rank):
     size = xr.world_size()

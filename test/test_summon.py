@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, only_full, slow
 from small_models import Computes, assert_same_gradients, trace_as_on_tpu, whole
 from small_models import wrapped as wrap
 from torch import nn
@@ -185,7 +185,7 @@ def applying(rank, kind):
     assert_same_values(model, plain)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 @on_each_rank(timeout=1500)
 def test_full_parameters_are_read_and_written(rank):
     for kind in KINDS:
@@ -194,7 +194,7 @@ def test_full_parameters_are_read_and_written(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, only_full(4)])
 @on_each_rank(timeout=1500)
 def test_with_gradients(rank):
     for kind in KINDS:

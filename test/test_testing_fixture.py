@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from lazy_modules import xm
+from on_ranks import only_full
 from processes import ended
 
 from xla_fsdp.testing import RankError, RankTimeoutError, WorkerDiedError, run_in_ranks
@@ -162,7 +163,7 @@ def test_wrong_counts(run_ranks, count, error):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["prepend", pytest.param("importlib", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["prepend", only_full("importlib")])
 def test_in_a_suite_of_its_own(tmp_path, mode):
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["xla_fsdp.testing"]\n')
     (tmp_path / "test_theirs.py").write_text(

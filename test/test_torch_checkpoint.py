@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, only_full, slow
 from small_models import (
     WIDTH,
     Computes,
@@ -140,14 +140,7 @@ def in_place(model):
     return fully_shard(model)
 
 
-@pytest.mark.parametrize(
-    "sharding",
-    [
-        "one unit",
-        pytest.param("in place", marks=pytest.mark.slow),
-        pytest.param("each layer", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("sharding", ["one unit", slow("in place"), only_full("each layer")])
 @on_each_rank(2)
 def test_calls_inside_of_sharded_models(rank, sharding):
     shard = {

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch_xla
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import on_each_rank, slow, without_ranks
 from small_models import inputs, mlp, wrapped
 from torch import nn
 
@@ -136,9 +136,7 @@ print("equal")
 TYPES = ("XLA_USE_32BIT_LONG", "XLA_USE_BF16")
 
 
-@pytest.mark.parametrize(
-    "setting", ["eager", *(pytest.param(s, marks=pytest.mark.slow) for s in TYPES), ""]
-)
+@pytest.mark.parametrize("setting", ["eager", *(slow(s) for s in TYPES), ""])
 def test_settings_of_torch_xla(run_script, setting):
     """In eager mode nothing can be traced; others change the types that tensors have on devices."""
     env = {"PJRT_DEVICE": "CPU", **({setting: "1"} if setting.isupper() else {})}

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch_xla.core.functions as xf
 from lazy_modules import torch_xla, xm, xr
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, slow
 
 from xla_fsdp.ranks.rank import current_rank
 
 
 # The scope groups tests by worker.
-@pytest.fixture(params=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow)], scope="session")
+@pytest.fixture(params=[1, 2, 3, slow(4)], scope="session")
 def ranks(request):
     return request.param
 
