@@ -204,7 +204,7 @@ def grid(columns, rows):
     return [(x, y) for y in range(rows) for x in range(columns)]
 
 
-def test_a_ring_uses_links_between_neighbours():
+def test_a_ring_uses_links_between_neighbours_or_wraps_around():
     places = grid(4, 8)
     column = tuple(range(1, 32, 4))
     rings = rings_of([column], places, (0, 8))
@@ -215,8 +215,6 @@ def test_a_ring_uses_links_between_neighbours():
             assert a == c and (d - b) % 8 in (1, 7)
     assert {(b, a) for a, b in rings.pairs(0)} == set(rings.pairs(1))
 
-
-def test_rows_that_wrap_around():
     places = grid(16, 16)
     row, column = tuple(range(32, 48)), tuple(range(3, 256, 16))
     assert rings_of([row], places, (16, 16)).rings == (row,)

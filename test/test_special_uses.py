@@ -344,7 +344,7 @@ def test_copies_and_inference_mode(rank):
 
 
 @on_each_rank(2)
-def test_meta_weights_shared_across_units(rank):
+def test_weights_shared_across_units_and_modules_under_two_names(rank):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         model[1].weight = model[0].weight
@@ -355,9 +355,6 @@ def test_meta_weights_shared_across_units(rank):
     assert torch.equal(full["0.weight"], full["1.weight"])
     assert model[0].module.weight.no_decay
 
-
-@on_each_rank(2)
-def test_a_module_under_two_names(rank):
     layer = nn.Linear(WIDTH, WIDTH)
     plain = Computes(lambda self, x: self.b(self.a(x)), a=layer, b=layer)
     expected = {name: value.clone() for name, value in plain.state_dict().items()}

@@ -301,7 +301,7 @@ def test_checkpoints_in_scanned_blocks(rank):
 
 
 @on_each_rank(2)
-def test_activations_are_not_kept(rank):
+def test_activations_and_inputs_are_not_kept(rank):
     wide = 64 * WIDTH
     counts = []
     for checkpointed in (False, True):
@@ -316,10 +316,6 @@ def test_activations_are_not_kept(rank):
         torch_xla.sync()
     assert counts[0] > 0 and counts[1] == 0
 
-
-@on_each_rank(2)
-def test_inputs_are_not_kept_by_the_loss(rank):
-    """Pending tensors as large as the layers' inputs, with the loss still held."""
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
     model = wrapped(nn.Sequential(*map(checkpoint_module, layers)))
     x = torch.randn(7, WIDTH)  # a size of its own

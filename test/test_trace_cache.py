@@ -79,7 +79,7 @@ def test_a_program_under_way_does_not_disturb():
 
 
 @without_ranks
-def test_what_was_not_used_for_long_is_forgotten():
+def test_what_is_old_or_traced_anew_each_time_is_not_kept():
     once, function, calls = counted(World.current())
     for length in range(2, 2 + 2 * module._MAX_CACHED):
         once("f", function, [torch.ones(length).to("xla")], "key")
@@ -88,9 +88,6 @@ def test_what_was_not_used_for_long_is_forgotten():
     once("f", function, [torch.ones(1 + 2 * module._MAX_CACHED).to("xla")], "key")
     assert not calls
 
-
-@without_ranks
-def test_what_is_traced_anew_each_time_is_not_kept():
     once, function, calls = counted(World.current())
     torch_xla._XLAC._set_ir_debug(True)
     x = torch.ones(2).to("xla")
