@@ -35,6 +35,14 @@ def all_reduce(path, size):
 '''
 exec(compile(waiting, os.path.join(os.path.dirname(torch_xla.__file__), "waiting.py"), "exec"))
 
+def collective(rank, name):
+    (folder / f"{name}.{rank}").touch()
+    all_reduce(folder / name, SIZE)
+
+def step(rank, name):
+    torch_xla.sync()
+    collective(rank, name)
+
 def with_pythons_lock(name):
     file = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(file, True)
@@ -61,9 +69,9 @@ def begin(lock, *targets):
     os.close(ends["write"])
     return os.fdopen(read), key, processes
 
-def watch_as(rank, size):
+def watch_as(rank):
     os.dup2(ends["write"], 2)
-    xr.world_size, xr.global_ordinal = lambda: size, lambda: rank
+    xr.world_size, xr.global_ordinal = lambda: SIZE, lambda: rank
     watched(train, 3.0)(rank)
 """
 
@@ -85,14 +93,6 @@ def run(run_script, tmp_path):
 # Three processes, forked, each a world of its own for XLA.
 PROCESSES = """
 SIZE = 3
-
-def collective(rank, name):
-    (folder / f"{name}.{rank}").touch()
-    all_reduce(folder / name, SIZE)
-
-def step(rank, name):
-    torch_xla.sync()
-    collective(rank, name)
 
 def until_told(name):
     while not (folder / f"{name}-over").exists():
@@ -125,7 +125,7 @@ def train(rank):
 def main():
     lock, told = "with_pythons_lock", []
     with served():
-        lines, key, ranks = begin(lock, *((watch_as, rank, SIZE) for rank in range(SIZE)))
+        lines, key, ranks = begin(lock, *((watch_as, rank) for rank in range(SIZE)))
         for name in ("until_told", "in_data", lock, "left out", "killed"):
             told.append(one_report(lines))
             if name == lock:
@@ -262,10 +262,7 @@ def test_workers_of_torchrun_are_watched_through_its_store(run):
 # Two hosts: launchers in process groups of their own, which meet at a port of the first, and whose
 # processes cannot signal each other's. Ranks wait for each other in files.
 HOSTS = """
-def step(rank, name):
-    torch_xla.sync()
-    (folder / f"{name}.{rank}").touch()
-    all_reduce(folder / name, 4)
+SIZE = 4
 
 def train(rank):
     for number in range(3):
@@ -277,7 +274,7 @@ def train(rank):
 
 def process(host, rank):
     watch._host = lambda: f"host {host}"
-    watch_as(rank, 4)
+    watch_as(rank)
 
 def launcher(host):
     os.setsid()
