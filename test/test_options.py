@@ -96,7 +96,8 @@ def test_a_bad_value_raises_in_every_entry_point(rank):
             elif caught.type is TypeError:
                 assert f"{entry} has no option {name!r}" in said and "Its options are" in said
             else:
-                remedy = re.search(r"not supported by fully_shard\. (Pass (.*)|Leave it)", said)
+                advice = r"not supported by fully_shard\. (Pass (.*)|Leave it out), or"
+                remedy = re.search(advice, said)
                 make(**{one: instead[one] for one in (remedy[2] or "").split(" and ") if one})
     size = {"sharding_rank": rank, "sharding_world_size": 2}
     place = "this rank's index in its group"
