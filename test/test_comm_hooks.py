@@ -161,18 +161,16 @@ def test_what_is_no_hook_is_refused(rank):
 
     model = wrapped(Matrices(), "inner")
     ours = comm_hooks.bf16_compress_hook
-    for wrong, said in (
-        (3, r"hook\(state, bucket\), got 3"),
-        (torchs.bf16_compress_hook, "is a hook of torch.*xla_fsdp.comm_hooks"),
-        (lambda state, grad, output: None, "function of two arguments.*torch FSDP"),
-        (lambda: None, "function of two arguments"),
+    for error, said, given in (
+        (TypeError, r"hook\(state, bucket\), got 3", (None, 3)),
+        (TypeError, "is a hook of torch.*xla_fsdp.comm_hooks", (None, torchs.bf16_compress_hook)),
+        (TypeError, "of two arguments.*torch FSDP", (None, lambda state, grad, output: None)),
+        (TypeError, "function of two arguments", (None, lambda: None)),
+        (ValueError, "over must be one of 'all', 'replicas', got 'some'", (None, ours, "some")),
+        (ValueError, "over='replicas' .* has none. Wrap with repli", (None, ours, "replicas")),
     ):
-        with pytest.raises(TypeError, match=said):
-            model.register_comm_hook(None, wrong)
-    with pytest.raises(ValueError, match="over must be one of 'all', 'replicas', got 'some'"):
-        model.register_comm_hook(None, ours, "some")
-    with pytest.raises(ValueError, match="over='replicas' .* has none. Wrap with replication_gr"):
-        model.register_comm_hook(None, ours, over="replicas")
+        with pytest.raises(error, match=said):
+            model.register_comm_hook(*given)
     model.module.inner.register_comm_hook(None, ours)
     with pytest.raises(RuntimeError, match="'?the wrapper'? already has a communication hook"):
         model.register_comm_hook(None, ours)

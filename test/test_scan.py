@@ -12,7 +12,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, only_full, slow, without_ranks
 from planned import training_step
-from small_models import hybrid, trace_as_on_tpu
+from small_models import Computes, hybrid, trace_as_on_tpu
 from torch import nn
 from zoo import Attention
 
@@ -173,20 +173,16 @@ def test_the_same_step_is_not_compiled_again(rank):
     assert counts[3] == counts[1]
 
 
-class Dropped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4096))
-
-    def forward(self, x):
-        return F.dropout(x, 0.5) * self.weight
+def dropped():
+    weight = nn.Parameter(torch.ones(4096))
+    return Computes(lambda self, x: F.dropout(x, 0.5) * self.weight, weight=weight)
 
 
 @on_each_rank(2)
 def test_each_block_draws_for_itself_and_the_backward_draws_the_same(rank):
     found = []
     for prefetch in (False, True):
-        blocks = scan_blocks((Dropped() for _ in range(2)), prefetch=prefetch)
+        blocks = scan_blocks((dropped() for _ in range(2)), prefetch=prefetch)
         xm.set_rng_state(7 + rank)
         x = torch.ones(4096, device=torch_xla.device(), requires_grad=True)
         for _ in range(2):
@@ -245,30 +241,27 @@ class Small(nn.Module):
         return torch.cat([y, y]) if self.double else x + y
 
 
-def _refusals():
+@on_each_rank(1)
+def test_says_what_is_wrong(rank):
     frozen, in_eval = Small(), Small().eval()
     frozen.norm.bias.requires_grad_(False)
     double = Small(bias=False).to(torch.float64)
-    return [
+    trainable = "norm.bias: parameter of shape (4,), float32, trainable in block"
+    for blocks, options, expected in (
         ([], {}, "at least one block"),
         ([3], {}, "block 0 must be a torch.nn.Module, got int"),
         ([Small(), Small(relu=True)], {}, "act: GELU in block 0, ReLU in block 1"),
         ([Small(), Small(), Small(eps=1e-6)], {}, "norm.eps: 1e-05 in block 0, 1e-06 in block 2"),
         ([Small(), Small(bias=False)], {}, "linear.bias: parameter of shape (4,), float32"),
         ([Small(bias=False), double], {}, "float64, trainable in block 1"),
-        ([Small(), frozen], {}, "norm.bias: parameter of shape (4,), float32, trainable in block"),
+        ([Small(), frozen], {}, trainable),
         ([Small(), in_eval], {}, "training: True in block 0, False in block 1"),
         ([Small(number=0), Small(number=1)], {}, "number: 0 in block 0, 1 in block 1"),
         ([nn.Sequential(nn.LSTM(4, 4))], {}, "recurrent"),
         ([XlaFullyShardedDataParallel(Small())], {}, "block 0 is wrapped"),
         ([checkpoint_module(Small())], {}, "forward of block 0 was replaced"),
         ([Small()], {"prefetch": 2}, "prefetch must be True or False, got 2"),
-    ]
-
-
-@on_each_rank(1)
-def test_says_what_is_wrong(rank):
-    for blocks, options, expected in _refusals():
+    ):
         with pytest.raises((ValueError, TypeError), match=re.escape(expected)):
             scan_blocks(blocks, **options)
     differing = scan_blocks([Small(number=0), Small(number=1)], ignore=["number"])

@@ -11,7 +11,15 @@ import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank, slow, without_ranks
 from planned import training_step
-from small_models import here, inputs, inputs_of_all, mean_square, mlp, trace_as_on_tpu, wrapped
+from small_models import (
+    here,
+    inputs,
+    inputs_of_all,
+    mean_square,
+    mlp,
+    trace_as_on_tpu,
+    wrapped,
+)
 from torch import nn
 
 from xla_fsdp import ShardingStrategy, checkpoint_module, full_state_dict, plan
