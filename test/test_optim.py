@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -88,7 +90,7 @@ def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     """Of the unsharded model, other ones in each step; one parameter has none but zeros."""
     generator = torch.Generator().manual_seed(step)
     return {
-        name: torch.randn(p.shape, generator=generator) * (0.0 if "1.gain" in name else 1.0)
+        name: (torch.randn(p.shape, generator=generator) * ("1.gain" not in name)).to(p.dtype)
         for name, p in model.named_parameters()
         if p.requires_grad
     }
@@ -139,9 +141,9 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def train(model, optimizer, block, steps):
+def train(model, optimizer, block, steps, build=plain):
     for t in steps:
-        put_gradients(model, gradients(plain(block), t))
+        put_gradients(model, gradients(build(block), t))
         optimizer.step()
         torch_xla.sync()
 
@@ -464,11 +466,23 @@ def test_every_step_is_one_program(rank):
     assert not [name for name in on_host if met.counter_value(name) != before.get(name)]
 
 
-MAKES = {
-    "8bit": (lambda p: AdamW8bit(p, lr=0.02, betas=(0.8, 0.9), min_8bit_size=0), Block),
-    "small": (lambda p: AdamW8bit(p, lr=0.02, betas=(0.8, 0.9)), Block),
-    **{name: EVERY[name] for name in ("adafactor", "lamb", "lars", "muon")},
-}
+class Saved(NamedTuple):
+    """An optimizer that is saved, the model, and how weights are compared."""
+
+    make: Callable
+    block: type[nn.Module] = Block
+    build: Callable = plain
+    alike: Callable = functools.partial(assert_weights, rtol=2e-4, atol=2e-5)
+
+
+def eight_bits(**options):
+    # Blocks of other ranks round the moments otherwise: a hundredth of a step or two.
+    make = functools.partial(AdamW8bit, lr=0.02, betas=(0.8, 0.9), **options)
+    return Saved(make, alike=functools.partial(assert_weights, rtol=2e-4, atol=4e-3))
+
+
+MAKES = {name: Saved(*EVERY[name]) for name in ("adafactor", "lamb", "lars", "muon")}
+MAKES |= {"8bit": eight_bits(min_8bit_size=0), "small": eight_bits()}
 
 
 def state_of(model, optimizer):
@@ -479,23 +493,18 @@ def state_of(model, optimizer):
     }
 
 
-def close(found, expected, name):
-    # Blocks of other ranks round the moments otherwise: a hundredth of a step or two.
-    torch.testing.assert_close(found, expected, rtol=2e-4, atol=4e-3 if name == "8bit" else 2e-5)
-
-
-def save_and_go_on(rank, folder, kinds, expected):
-    for kind, name in kinds:
-        make, block = MAKES[name]
-        model = wrapped(kind, block)
+def save_and_go_on(rank, folder, kinds, name, saved, expected):
+    make, block, build, alike = saved
+    for kind in kinds:
+        model = wrapped(kind, block, build)
         optimizer = make(model.parameters())
-        train(model, optimizer, block, (1, 2))
+        train(model, optimizer, block, (1, 2), build)
         path = f"{folder}/{name}-{kind}"
         xla_fsdp.save_checkpoint(path, model, optimizer, step=2)
         full = xla_fsdp.full_state_dict(model), xla_fsdp.full_optim_state_dict(model, optimizer)
         if rank == 0:
             torch.save(full, f"{path}.pt")
-        again = wrapped(kind, block)
+        again = wrapped(kind, block, build)
         resumed = make(again.parameters())
         xla_fsdp.load_checkpoint(path, again, resumed)
         before, after = state_of(model, optimizer), state_of(again, resumed)
@@ -504,17 +513,17 @@ def save_and_go_on(rank, folder, kinds, expected):
             assert after[key, what].dtype is value.dtype and after[key, what].shape == value.shape
             if what != "variance" or kind != "flat":  # has elements of matrices, which are unused
                 assert torch.equal(after[key, what], value), (kind, name, key, what)
-        train(model, optimizer, block, (3, 4))
-        train(again, resumed, block, (3, 4))
+        train(model, optimizer, block, (3, 4), build)
+        train(again, resumed, block, (3, 4), build)
         found = whole(again, again.state_dict())
         torch.testing.assert_close(found, whole(model, model.state_dict()), rtol=0, atol=0)
-        close(found, expected[name], name)
+        alike(found, expected)
 
 
-def on_other_ranks(rank, folder, pairs, expected):
-    for kind, other, name in pairs:
-        make, block = MAKES[name]
-        model = wrapped(other, block)
+def on_other_ranks(rank, folder, pairs, name, saved, expected):
+    make, block, build, alike = saved
+    for kind, other in pairs:
+        model = wrapped(other, block, build)
         optimizer = make(model.parameters())
         full = torch.load(f"{folder}/{name}-{kind}.pt") if rank == 0 else (None, None)
         if other == "flat":
@@ -530,8 +539,8 @@ def on_other_ranks(rank, folder, pairs, expected):
             wrong["param_groups"][0]["maximize"] = True
             with pytest.raises(ModelMismatchError, match="trained with maximize"):
                 xla_fsdp.load_full_optim_state_dict(model, optimizer, {**wrong, "state": {}})
-        train(model, optimizer, block, (3, 4))
-        close(whole(model, model.state_dict()), expected[name], name)
+        train(model, optimizer, block, (3, 4), build)
+        alike(whole(model, model.state_dict()), expected)
 
 
 @pytest.mark.parametrize(
@@ -547,18 +556,18 @@ def on_other_ranks(rank, folder, pairs, expected):
     ],
 )
 def test_state_is_saved_and_loads_elsewhere(run_ranks, tmp_path, name, here, there):
-    make, block = MAKES[name]
-    model = plain(block)
-    expected = {name: train_plain(model, make(model.parameters()), (1, 2, 3, 4))}
-    run_ranks(save_and_go_on, 2, str(tmp_path), [(kind, name) for kind in here], expected)
-    run_ranks(on_other_ranks, 4, str(tmp_path), [(*pair, name) for pair in there], expected)
+    saved = MAKES[name]
+    model = plain(saved.block)
+    expected = train_plain(model, saved.make(model.parameters()), (1, 2, 3, 4))
+    run_ranks(save_and_go_on, 2, str(tmp_path), here, name, saved, expected)
+    run_ranks(on_other_ranks, 4, str(tmp_path), there, name, saved, expected)
     for kind in here:
-        in_plain_torch(f"{tmp_path}/{name}-{kind}.pt", expected[name], name)
+        in_plain_torch(f"{tmp_path}/{name}-{kind}.pt", expected, name)
 
 
 def in_plain_torch(path, expected, name):
     weights, full = torch.load(path)
-    make, block = MAKES[name]
+    make, block, _, alike = MAKES[name]
     if name == "adafactor":
         make = functools.partial(torch.optim.Adafactor, **ADAFACTOR)
     model = plain(block)
@@ -567,4 +576,4 @@ def in_plain_torch(path, expected, name):
     numbers = {n: i for i, (n, _) in enumerate(model.named_parameters())}
     state = {numbers[n]: own for n, own in full["state"].items()}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-    close(train_plain(model, optimizer, (3, 4)), expected, name)
+    alike(train_plain(model, optimizer, (3, 4)), expected)

@@ -7,13 +7,10 @@ import pickle
 import pytest
 import test_optim
 import torch
-from lazy_modules import torch_xla
 from on_ranks import only_full, slow
-from small_models import whole
-from test_optim import Block, Model, gradients, put_gradients, put_plain_gradients, weights
+from test_optim import Block, Model, Saved, gradients, put_plain_gradients, weights
 from torch import nn
 
-import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.optim import LAMB, Adafactor, AdamW8bit, MasterWeights, StochasticRounding, stochastic
 from xla_fsdp.planning.tracing.step import trace_step
@@ -37,24 +34,10 @@ def plain(block=Block) -> nn.Module:
     return model
 
 
-wrapped = functools.partial(test_optim.wrapped, build=plain)
-
-
-def grads_at(t: int) -> dict[str, torch.Tensor]:
-    model = plain()
-    found = gradients(model, t)
-    return {name: g.to(model.get_parameter(name).dtype) for name, g in found.items()}
-
-
 def train(model, optimizer, first: int, last: int) -> None:
     for t in range(first, last + 1):
-        if hasattr(model, "fsdp_options"):
-            put_gradients(model, grads_at(t))
-            optimizer.step()
-            torch_xla.sync()
-        else:
-            put_plain_gradients(model, grads_at(t))
-            optimizer.step()
+        put_plain_gradients(model, gradients(plain(), t))
+        optimizer.step()
 
 
 @functools.cache
@@ -81,7 +64,7 @@ def test_masters_are_what_a_float32_model_would_be():
     wide = plain().float()
     reference = torch.optim.AdamW(wide.parameters(), **ADAMW)
     for t in range(1, STEPS + 1):
-        put_plain_gradients(wide, grads_at(t))
+        put_plain_gradients(wide, gradients(plain(), t))
         reference.step()
     for name, parameter in model.named_parameters():
         value = wide.get_parameter(name)
@@ -117,56 +100,21 @@ def test_masters_follow_who_else_changes_a_parameter():
     assert torch.equal(again.state[other]["master"], expected - 2.0**-12)
 
 
-def on_ranks(rank, kind, ways, expected, folder):
-    for way in ways:
-        model = wrapped(kind)
-        optimizer = MAKES[way](model.parameters())
-        train(model, optimizer, 1, STEPS // 2)
-        xla_fsdp.save_checkpoint(f"{folder}/{way}", model, optimizer, step=1)
-        full = xla_fsdp.full_optim_state_dict(model, optimizer)
-        values = whole(model, model.state_dict())
-        if rank == 0:
-            torch.save((full, values), f"{folder}/{way}.pt")
-        if way == "factors":  # the optimizer first: what it copies knows no shards yet
-            _, twin = copied = copy.deepcopy((optimizer, model))
-            train(twin, copied[0], STEPS // 2 + 1, STEPS)
-            assert_alike(whole(twin, twin.state_dict()), expected[way])
-        train(model, optimizer, STEPS // 2 + 1, STEPS)
-        assert_alike(whole(model, model.state_dict()), expected[way])
-
-
-def resumed(rank, kind, ways, expected, folder):
-    for way in ways:
-        model = wrapped(kind)
-        optimizer = MAKES[way](model.parameters())
-        train(model, optimizer, 1, 1)  # something else
-        xla_fsdp.load_checkpoint(f"{folder}/{way}", model, optimizer)
-        full, values = torch.load(f"{folder}/{way}.pt")
-        loaded = whole(model, model.state_dict())
-        assert all(torch.equal(loaded[name], value) for name, value in values.items())
-        again = MAKES[way](model.parameters())
-        xla_fsdp.load_full_optim_state_dict(model, again, full if rank == 0 else None)
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                assert torch.equal(again.state[parameter][key].cpu(), value.cpu()), (way, key)
-        train(model, again if way != "master" else optimizer, STEPS // 2 + 1, STEPS)
-        assert_alike(whole(model, model.state_dict()), expected[way])
-
-
 @pytest.mark.parametrize(
-    "ranks, kind, ways, others",
+    "way, here, there",
     [
-        (2, "flat", ["master"], None),
-        slow(2, "nested", ["master", "random", "factors"], "dim0"),
-        only_full(1, "nested", ["lamb"], None),
-        slow(4, "scan", ["master"], None),
+        ("master", ["flat"], []),
+        slow("master", ["nested"], [("nested", "scan")]),
+        slow("random", ["nested"], [("nested", "dim0")]),
+        slow("factors", ["nested"], [("nested", "flat")]),
+        only_full("lamb", ["nested"], [("nested", "dim0")]),
     ],
 )
-def test_on_shards_and_on_other_ranks(run_ranks, tmp_path, ranks, kind, ways, others):
-    given = ways, {way: unsharded(way) for way in ways}, str(tmp_path)
-    run_ranks(on_ranks, ranks, kind, *given)
-    if others:
-        run_ranks(resumed, 4, others, *given)
+def test_on_shards_and_on_other_ranks(run_ranks, tmp_path, way, here, there):
+    given = way, Saved(MAKES[way], build=plain, alike=assert_alike), unsharded(way)
+    run_ranks(test_optim.save_and_go_on, 2, str(tmp_path), here, *given)
+    if there:
+        run_ranks(test_optim.on_other_ranks, 4, str(tmp_path), there, *given)
 
 
 def test_rounding_is_unbiased_and_exact_where_it_can_be():
