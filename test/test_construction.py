@@ -81,7 +81,6 @@ def test_policies_choose_submodules():
 
 
 def with_holders():
-    """Parameters in containers, and a module without a forward."""
     torch.manual_seed(0)
     scale, shift, extra = (nn.Parameter(torch.ones(6)) for _ in range(3))
     holder = nn.Module()

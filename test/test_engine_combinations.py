@@ -289,8 +289,6 @@ def test_what_is_not_possible_together_raises(rank: int):
 
 @on_each_rank(4)
 def test_what_contradicts_itself_raises(rank: int):
-    """Other spellings of the same, and values of the settings that do not go together."""
-
     def scan(change=lambda one, other: None, **options):
         pair = [Block(), Block()]
         change(*pair)

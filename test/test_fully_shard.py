@@ -53,7 +53,6 @@ def build(seed: int = 3) -> Model:
 
 
 def sharded(model: Model | None = None, /, **options: Any) -> Model:
-    """From the inside out, as scripts for FSDP2 do it."""
     model = build() if model is None else model
     for layer in model.blocks:
         fully_shard(layer, **options)
@@ -114,7 +113,6 @@ def assert_like_plain(model, found, expected, plain, tolerance: float = 2e-5) ->
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """In full, by name."""
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
         return {n: None if p.grad is None else p.grad.cpu() for n, p in model.named_parameters()}
 

@@ -167,7 +167,6 @@ def test_one_rank_may_do_local_things_alone(rank):
 
 @on_each_rank(4)
 def test_consecutive_programs_do_not_mix(rank):
-    """All have the same channel ids and do not depend on each other."""
     big = torch.full((300, 300), 1e-3).to("xla")
     torch_xla.sync()
     kept = []

@@ -105,7 +105,6 @@ def test_a_wrapped_head_trains_as_in_plain_torch(rank):
 
 @on_each_rank(2)
 def test_ranks_share_what_is_lowered(rank):
-    """Each its own would be a program each, whose collectives may come in different orders."""
     if rank == 0:
         jax_call._computation.cache_clear()
     xm.rendezvous("nothing is lowered")

@@ -467,8 +467,6 @@ def test_every_step_is_one_program(rank):
 
 
 class Saved(NamedTuple):
-    """An optimizer that is saved, the model, and how weights are compared."""
-
     make: Callable
     block: type[nn.Module] = Block
     build: Callable = plain

@@ -31,8 +31,6 @@ CLIP = 0.5
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train; the defaults are the wrapper's."""
-
     wrapping: str = "nested"  # root, nested, auto, flat, dim0
     checkpoint: bool = False
     accumulation: str = "none"  # none, no_sync, plain
@@ -89,7 +87,6 @@ def fit(case: Case, model: nn.Module, mine, forward, clip) -> dict[str, Any]:
 
 
 def unsharded(case: Case, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """The whole batch in one process, on plain torch tensors."""
     model = build(case).to(device)
     model.tie()
     # torch refuses the maximum of an empty gradient.

@@ -49,7 +49,6 @@ class Run:
         return self.model(x + 0.1 * torch.rand_like(x)).square().mean()
 
     def step(self, within=lambda: None):
-        """One step; ``within`` is called before it is synced."""
         loss = self.forward()
         loss.backward()
         self.optimizer.step()

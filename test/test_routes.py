@@ -45,7 +45,6 @@ def scattered(route, size):
 
 
 def gathered(route, size):
-    """The parts that each rank has after an all-gather, in order."""
     held = [(rank,) for rank in range(size)]
     for source, target in route.moves:
         held[source] = (target,)

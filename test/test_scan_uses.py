@@ -265,7 +265,6 @@ def test_gradients_are_those_without_by_the_kernel(rank):
 
 @on_each_rank(1)
 def test_values_of_the_forward_are_taken(rank):
-    """The values themselves: a module whose recomputation would give others."""
     calls = []
 
     def counting(self, x):

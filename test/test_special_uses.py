@@ -46,7 +46,6 @@ def with_saved_tensors_on_the_host(model, x):
 
 
 def twice(checkpointed=False):
-    """The same unit twice, and an output that nothing uses."""
     torch.manual_seed(4)
 
     def compute(self, x):
@@ -544,7 +543,6 @@ def preferences(model, x, step):
 
 
 def thawing(model, x, step):
-    """Other parameters train in every step, in the middle of an accumulation as well."""
     named = dict(model.named_parameters())
     for name, parameter in named.items():
         if "base" in name or "up" in name or name.startswith("value"):

@@ -354,7 +354,6 @@ def test_checkpoints_and_units(rank, how):
 
 
 def shares(self, x):
-    """Computes with a table that others use too, in the way that ``kind`` says."""
     if self.kind == "updated in place":
         self.table.values.mul_(2.0)
     if self.kind == "updated by another name":

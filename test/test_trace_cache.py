@@ -17,7 +17,6 @@ from xla_fsdp.sharding.trace_cache import TraceCache
 
 
 def counted(world):
-    """A :class:`TraceCache`, a function to call with it, and the list of its calls."""
     calls = []
     constant = torch.full((2,), 3.0).to(world.device)
 

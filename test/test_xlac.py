@@ -22,7 +22,6 @@ FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.p
 
 
 def import_again():
-    """What importing the file does, with torch_xla as it is now."""
     spec = importlib.util.spec_from_file_location("xlac_again", xlac.__file__)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
