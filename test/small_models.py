@@ -93,7 +93,7 @@ def inputs(rank: int, step: int = 0) -> torch.Tensor:
 
 
 def here(rank: int, step: int = 0) -> torch.Tensor:
-    return inputs(rank, step).to(torch_xla.device())
+    return inputs(rank, step).to("xla")
 
 
 def inputs_of_all(step: int = 0) -> torch.Tensor:

@@ -163,7 +163,7 @@ def test_interleaved_construction_frees_layer_by_layer(rank, device):
         assert all(weight.shape.numel() <= 1 for weight in originals)
     model = FSDP(nn.Sequential(*layers))
     assert sum(p.to_local().numel() for p in model.parameters()) == 3 * (64 * 64 // 2 + 128)
-    assert model(torch.ones(2, 64, device=torch_xla.device())).shape == (2, 64)
+    assert model(torch.ones(2, 64, device="xla")).shape == (2, 64)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_meta_modules_are_initialised_a_submodule_at_a_time(rank, flatten):
     x = torch.randn(2, WIDTH)
     plain = nn.Sequential(*build(nn.Linear))
     plain.load_state_dict(full)
-    ours = wrapper(x.to(torch_xla.device())).detach().cpu()
+    ours = wrapper(x.to("xla")).detach().cpu()
     torch.testing.assert_close(ours, plain(x).detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -384,7 +384,7 @@ def test_moved_then_wrapped(rank):
     trained(plain, torch.cat([tokens(n) for n in range(2)], dim=1))
     assert not torch.equal(plain.head.weight, Tied().head.weight)
     for options in ({}, {"flatten_parameters": True}):
-        model = Tied().to(torch_xla.device())
+        model = Tied().to("xla")
         assert model.head.weight is model.embed.weight
         assert model.second._flat_weights[1] is model.first.weight_hh_l0
         assert len(list(model.parameters())) == len(list(plain.parameters()))
@@ -401,7 +401,7 @@ def test_other_moves_are_those_of_torch(rank):
     assert model.to(torch.float64) is model and model.head.weight is weight is model.embed.weight
     alike = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     alike[1].load_state_dict(copy.deepcopy(alike[0].state_dict()))
-    alike.to(torch_xla.device())
+    alike.to("xla")
     assert alike[0].weight is not alike[1].weight
     scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3)))
     assert scripted.to(torch.float64)[0].weight.dtype == torch.float64
@@ -411,8 +411,8 @@ def test_other_moves_are_those_of_torch(rank):
 def test_an_optimizer_made_before_the_wrapping(rank):
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model = FSDP(model.to(torch_xla.device()))
-    model(tokens(rank).to(torch_xla.device())).sum().backward()
+    model = FSDP(model.to("xla"))
+    model(tokens(rank).to("xla")).sum().backward()
     with pytest.raises(RuntimeError, match=r"made before module.*shape \[9, 6\] on cpu"):
         optimizer.step()
     for parameter in optimizer.param_groups[0]["params"]:
@@ -426,12 +426,12 @@ def test_hooks_and_attributes_stay(rank):
     model.weight.register_hook(lambda grad: grad * 5)
     handle = model.bias.register_post_accumulate_grad_hook(lambda bias: calls.append(bias))
     model.weight.no_decay = True
-    model.to(torch_xla.device())
-    model(torch.ones(1, 2).to(torch_xla.device())).sum().backward()
+    model.to("xla")
+    model(torch.ones(1, 2).to("xla")).sum().backward()
     assert model.weight.no_decay and model.weight.grad.flatten().tolist() == [5.0] * 4
     assert len(calls) == 1 and calls[0] is model.bias
     handle.remove()
-    model(torch.ones(1, 2).to(torch_xla.device())).sum().backward()
+    model(torch.ones(1, 2).to("xla")).sum().backward()
     assert len(calls) == 1
 
 
@@ -442,7 +442,7 @@ import xla_fsdp
 model = torch.nn.Module()
 model.a, model.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
 model.b.weight = model.a.weight
-model.to(torch_xla.device())
+model.to("xla")
 assert model.a.weight is model.b.weight
 """
 

@@ -503,7 +503,7 @@ def test_losses_are_those_of_one_process(run_ranks, name, sharding):
         optimizer = case.optimizer(case.held(list(model.parameters()), rank))
         losses = []
         for step in range(3):
-            loss = model(case.data(rank, step).to(torch_xla.device())).square().mean()
+            loss = model(case.data(rank, step).to("xla")).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

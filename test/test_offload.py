@@ -222,7 +222,7 @@ def changed_by_hand(rank):
         one.mul_(2.0)
     before = assert_right()
     held.clear()
-    model.to(torch_xla.device())
+    model.to("xla")
     model.double()
     model.float()
     assert {p.device for p in model.parameters()} == {HOST}

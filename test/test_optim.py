@@ -358,7 +358,7 @@ def lbfgs(rank):
         train(FSDP(mlp()), here(rank))
     # It compares losses, which must be the same on all ranks: they see the same batch.
     one = FSDP(mlp(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    found = train(one, inputs_of_all().to(torch_xla.device()))
+    found = train(one, inputs_of_all().to("xla"))
     for ours, plain_one in zip(found, train(mlp(), inputs_of_all()), strict=True):
         torch.testing.assert_close(ours.reshape(-1)[: plain_one.numel()], plain_one.reshape(-1))
 

@@ -110,7 +110,7 @@ def test_what_waits_keeps_its_values(rank):
 def test_float16_gradients_are_divided_before_they_are_summed(rank):
     """Sums that float16 cannot hold; their mean it can."""
     model = wrapped(nn.Sequential(nn.Linear(1, 1, bias=False)), compute_dtype=torch.float16)
-    model(torch.full((1, 1), 40000.0).to(torch_xla.device())).sum().backward()
+    model(torch.full((1, 1), 40000.0).to("xla")).sum().backward()
     assert rank != 0 or abs(next(model.parameters()).grad.to_local().cpu()[0] - 40000) < 50
 
 
@@ -218,7 +218,7 @@ def sizes():
         norm=nn.LayerNorm(8, dtype=torch.float64),
     )
     model = FSDP(model)
-    return sorted(collectives_of(model, model(torch.randn(3, 640).to(torch_xla.device()))))
+    return sorted(collectives_of(model, model(torch.randn(3, 640).to("xla"))))
 
 
 @on_each_rank(2)

@@ -146,7 +146,7 @@ def on_rank(rank: int, case: Case) -> dict[str, Any]:
     model = wrap(case, build(case))
 
     def mine(batch: torch.Tensor) -> torch.Tensor:
-        return batch.chunk(xr.world_size())[rank].to(torch_xla.device())
+        return batch.chunk(xr.world_size())[rank].to("xla")
 
     clip = functools.partial(model.clip_grad_norm_, CLIP, case.norm_type)
     found = fit(case, model, mine, model, clip)

@@ -45,7 +45,7 @@ class Run:
 
     def forward(self):
         """A batch by torch's generator; noise and dropout by that of the device."""
-        x = torch.randn(4, WIDTH).to(torch_xla.device())
+        x = torch.randn(4, WIDTH).to("xla")
         return self.model(x + 0.1 * torch.rand_like(x)).square().mean()
 
     def step(self, within=lambda: None):

@@ -89,7 +89,7 @@ def trained(rank, scanned, options, hold=False, **more):
     found = []
     for _ in range(2):
         for part in range(2):
-            x = torch.randn(2, 4, 5, generator=generator).to(torch_xla.device())
+            x = torch.randn(2, 4, 5, generator=generator).to("xla")
             with model.no_sync() if hold and part == 0 else torch.enable_grad():
                 loss = (model(x) - x).float().square().mean()
                 loss.backward()
@@ -184,7 +184,7 @@ def test_each_block_draws_for_itself_and_the_backward_draws_the_same(rank):
     for prefetch in (False, True):
         blocks = scan_blocks((dropped() for _ in range(2)), prefetch=prefetch)
         xm.set_rng_state(7 + rank)
-        x = torch.ones(4096, device=torch_xla.device(), requires_grad=True)
+        x = torch.ones(4096, device="xla", requires_grad=True)
         for _ in range(2):
             y = blocks(x)
             grads = torch.autograd.grad(y.sum(), [x, *blocks.parameters()])

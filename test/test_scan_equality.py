@@ -10,7 +10,6 @@ import weakref
 import numpy as np
 import pytest
 import torch
-import torch_xla
 from on_ranks import on_each_rank
 from torch import nn
 from torch.nn.utils import parametrize
@@ -127,7 +126,7 @@ UNDECIDED = {
 
 @on_each_rank(1)
 def test_attributes(rank):
-    x = torch.ones(2, 4).to(torch_xla.device())
+    x = torch.ones(2, 4).to("xla")
 
     def refusal(*values):
         with pytest.raises(ValueError) as raised:

@@ -236,7 +236,7 @@ def gradients(keep, implementation="math", **options):
     scanned = scan_blocks(blocks, keep=keep, **options)
     xm.set_rng_state(7)
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(2, LENGTH, WIDE, generator=generator).to(torch_xla.device()).requires_grad_()
+    x = torch.randn(2, LENGTH, WIDE, generator=generator).to("xla").requires_grad_()
     y = scanned(x)
     y.float().square().mean().backward()
     with torch.no_grad():
@@ -277,7 +277,7 @@ def test_values_of_the_forward_are_taken(rank):
         inner = Computes(counting, gain=nn.Parameter(torch.ones(4)))
         squares = Computes(lambda self, x: self.inner(x).square(), inner=inner)
         blocks = scan_blocks([squares], keep=keep)
-        x = torch.full((4,), 3.0).to(torch_xla.device()).requires_grad_()
+        x = torch.full((4,), 3.0).to("xla").requires_grad_()
         blocks(x).sum().backward()
         slopes.append(x.grad.cpu()[0].item())
         assert len(calls) == 2
@@ -292,7 +292,7 @@ def test_in_a_model(rank):
         torch.manual_seed(3)
         model = Model(lambda blocks, keep=keep: scan_blocks(blocks, keep=keep))
         model = FSDP(model)
-        model(torch.ones(2, 4, 5).to(torch_xla.device())).square().sum().backward()
+        model(torch.ones(2, 4, 5).to("xla")).square().sum().backward()
         found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
         assert model.state_dict()["blocks.1.count"].item() == 1
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
@@ -307,7 +307,7 @@ def test_wrong_names_are_refused(rank):
     def takes(self, x):
         return self.pair(x)[0] + self.idle.weight.sum()
 
-    x = torch.ones(4).to(torch_xla.device()).requires_grad_()
+    x = torch.ones(4).to("xla").requires_grad_()
     for keep, match in (
         ("idle", r"must be names, such as \('idle',\)"),
         (["iddle"], "keep='iddle' is not a submodule of the blocks.*attention, idle"),

@@ -258,7 +258,7 @@ class Around(nn.Module):
 @pytest.mark.parametrize("rows", [False, True])
 @on_each_rank(2)
 def test_parameters_of_another_unit(rank, rows):
-    i = torch.tensor([1, 2]).to(torch_xla.device())
+    i = torch.tensor([1, 2]).to("xla")
     model = wrapped(Tied(), "embed", shard_param_on_dim_0=rows)
     for one in (model, copy.deepcopy(model)):
         for grad in (True, False):
@@ -287,13 +287,13 @@ def test_parameters_of_another_unit(rank, rows):
     x = torch.randn(2, 3, 8)
     model = FSDP(nn.Sequential(attention), auto_wrap_policy=always_wrap_policy)
     model = model[0]
-    model(*[x.to(torch_xla.device())] * 3)[0].square().sum().backward()
+    model(*[x.to("xla")] * 3)[0].square().sum().backward()
     plain(x, x, x)[0].square().sum().backward()
     assert_same_gradients(model, plain)
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     attention.out_proj = FSDP(attention.out_proj)
     with pytest.raises(RuntimeError, match="needs parameter 'out_proj.weight'"):
-        FSDP(attention)(*[x.to(torch_xla.device())] * 3)
+        FSDP(attention)(*[x.to("xla")] * 3)
 
 
 @on_each_rank(2)
@@ -325,7 +325,7 @@ def test_what_a_wrapper_can_not_use_is_refused(rank):
 @on_each_rank(2)
 def test_names_are_those_of_plain_torch(rank):
     parent = nn.Sequential(wrapped(mlp(), "1"), nn.Linear(3, 3), wrapped(mlp()))
-    parent.to(torch_xla.device())
+    parent.to("xla")
     plain = nn.Sequential(mlp(), nn.Linear(3, 3), mlp())
     expected = [name for name, _ in plain.named_parameters()]
     for one in (parent, plain):
@@ -382,7 +382,7 @@ def test_likely_mistakes_are_told_of(rank):
         return xm.mesh_reduce("found", found, lambda lists: sum(lists, []))
 
     model = wrapped(mlp())
-    model.module.add_module("late", nn.Linear(3, 3).to(torch_xla.device()))
+    model.module.add_module("late", nn.Linear(3, 3).to("xla"))
     found = warned(model)
     assert any("'late.weight', 'late.bias' came into the model after" in one for one in found)
 
@@ -430,7 +430,7 @@ def test_states_of_rank_0_everywhere(rank, options):
 
 def programs_of_states(rank, layers, width):
     torch_xla.sync()
-    mine = torch.full((3,), rank + 1.0).to(torch_xla.device())
+    mine = torch.full((3,), rank + 1.0).to("xla")
     total = xm.all_reduce(xm.REDUCE_SUM, mine)  # pending all the while
     before = sum(xla_fsdp.compilation_counts())
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))

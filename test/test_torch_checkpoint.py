@@ -319,7 +319,7 @@ def test_activations_and_inputs_are_not_kept(rank):
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
     model = wrapped(nn.Sequential(*map(checkpoint_module, layers)))
     x = torch.randn(7, WIDTH)  # a size of its own
-    loss = model(x.to(torch_xla.device())).square().mean()
+    loss = model(x.to("xla")).square().mean()
     loss.backward()
     model.zero_grad()
     assert x.numel() not in live_sizes(torch_xla.device())

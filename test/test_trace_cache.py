@@ -99,7 +99,7 @@ def test_what_is_old_or_traced_anew_each_time_is_not_kept():
 @without_ranks
 def test_a_unit_without_elements():
     model = FSDP(nn.Sequential(nn.Linear(4, 3), FSDP(nn.Linear(3, 0))))
-    x = torch.ones(2, 4).to(torch_xla.device())
+    x = torch.ones(2, 4).to("xla")
     for _ in range(2):
         model(x).sum().backward()
         assert model(x).cpu().shape == (2, 0)
@@ -119,7 +119,7 @@ torch.manual_seed(0)
 model = FSDP(nn.Sequential(FSDP(nn.Embedding(10, 6)), nn.Linear(6, 3)))
 ids = torch.arange(8).view(2, 4)
 for _ in range(2):
-    model(ids.to(torch_xla.device())).square().sum().backward()
+    model(ids.to("xla")).square().sum().backward()
     plain(ids).square().sum().backward()
     torch_xla.sync()
 for ours, theirs in zip(model.parameters(), plain.parameters()):
@@ -160,7 +160,7 @@ def test_later_steps_use_what_the_first_one_traced():
         for one in (plain, model):
             one.zero_grad()
         x = inputs(0, step)
-        loss = model(x.to(torch_xla.device())).square().mean()
+        loss = model(x.to("xla")).square().mean()
         expected = plain(x).square().mean()
         loss.backward(), expected.backward()
         torch.testing.assert_close(loss.cpu(), expected, rtol=1e-4, atol=1e-5)
