@@ -15,6 +15,12 @@ def only_full(*values):
     return pytest.param(*values, marks=pytest.mark.full)
 
 
+def raises(error, match, call, *args, **options):
+    """``call(*args, **options)`` raises ``error`` with a text that matches."""
+    with pytest.raises(error, match=match):
+        call(*args, **options)
+
+
 def on_each_rank(size=None, timeout=600):
     """Decorates ``test_...(rank, ...)``: ``size`` ranks run it with the test's other parameters.
 

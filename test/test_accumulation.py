@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, slow, without_ranks
+from on_ranks import finish_step, on_each_rank, raises, slow, without_ranks
 from small_models import (
     Block,
     assert_same_gradients,
@@ -235,8 +235,7 @@ def test_gradients_that_are_not_reduced_cannot_be_used(rank, form):
         optimizer.step,
     ):
         text = "'weight' are stored by no_sync and not reduced.* Run the last backward before"
-        with pytest.raises(RuntimeError, match=text):
-            use()
+        raises(RuntimeError, text, use)
     torch.optim.SGD(sharded(form, linear()).parameters(), lr=0.1).step()
     model(X.to("xla")).square().mean().backward()
     plain = linear()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank, only_full, without_ranks
+from on_ranks import on_each_rank, only_full, raises, without_ranks
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -143,8 +143,7 @@ def test_in_checkpointed_and_scanned_blocks(rank, way):
 def refused(expected, **given):
     q = torch.zeros(1, 2, 128, 64)
     arguments = {"query": q, "key": q, "value": q, **given}
-    with pytest.raises(ValueError, match=expected):
-        scaled_dot_product_attention(**arguments)
+    raises(ValueError, expected, scaled_dot_product_attention, **arguments)
 
 
 def test_refusals_say_what_to_do():

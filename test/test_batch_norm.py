@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, slow, without_ranks
+from on_ranks import finish_step, on_each_rank, raises, slow, without_ranks
 from torch import nn
 
 from xla_fsdp import SyncBatchNorm, checkpoint_module, full_state_dict, plan, scan_blocks
@@ -279,8 +279,7 @@ def test_parts_of_different_sizes_are_an_error(run_ranks):
         norm()(torch.ones(2 + rank, 3).to("xla"))
         torch_xla.sync()
 
-    with pytest.raises(CollectiveMismatchError, match="batch norm of 2 values a channel"):
-        run_ranks(uneven, 4)
+    raises(CollectiveMismatchError, "batch norm of 2 values a channel", run_ranks, uneven, 4)
 
 
 def test_conversion_keeps_everything():
@@ -336,8 +335,7 @@ class Named(nn.BatchNorm2d):
 
 def test_conversion_refuses_what_it_would_break():
     convert = SyncBatchNorm.convert_sync_batchnorm
-    with pytest.raises(TypeError, match="must be a torch.nn.Module, got str"):
-        convert("model")
+    raises(TypeError, "must be a torch.nn.Module, got str", convert, "model")
     with pytest.raises(ValueError, match="contains an ordinal twice"):
         convert(nn.BatchNorm1d(2), groups=[[0, 1], [1, 2]])
     grouped = nn.SyncBatchNorm(2)
@@ -349,8 +347,7 @@ def test_conversion_refuses_what_it_would_break():
         (grouped, "process_group"),
     ):
         model = nn.Sequential(nn.BatchNorm2d(2), one)
-        with pytest.raises(ValueError, match=message):
-            convert(model)
+        raises(ValueError, message, convert, model)
         assert type(model[0]) is nn.BatchNorm2d  # untouched
     assert type(convert(Named(2))) is SyncBatchNorm
 
@@ -360,8 +357,7 @@ def test_conversion_comes_before_wrapping(rank):
     convert = SyncBatchNorm.convert_sync_batchnorm
     model = nn.Sequential(nn.BatchNorm1d(4), FSDP(nn.Sequential(nn.BatchNorm1d(4))))
     for one in (model, FSDP(model)):
-        with pytest.raises(ValueError, match="convert_sync_batchnorm before wrapping"):
-            convert(one)
+        raises(ValueError, "convert_sync_batchnorm before wrapping", convert, one)
     assert type(model[0]) is nn.BatchNorm1d
     beside = nn.Sequential(FSDP(nn.Linear(4, 4)), nn.BatchNorm1d(4))
     assert type(convert(beside)[1]) is SyncBatchNorm

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, only_full, slow, without_ranks
+from on_ranks import finish_step, on_each_rank, only_full, raises, slow, without_ranks
 from planned import training_step
 from small_models import full, hybrid, trace_as_on_tpu, wrapped
 from torch import nn
@@ -169,8 +169,7 @@ def test_what_is_no_hook_is_refused(rank):
         (ValueError, "over must be one of 'all', 'replicas', got 'some'", (None, ours, "some")),
         (ValueError, "over='replicas' .* has none. Wrap with repli", (None, ours, "replicas")),
     ):
-        with pytest.raises(error, match=said):
-            model.register_comm_hook(*given)
+        raises(error, said, model.register_comm_hook, *given)
     model.module.inner.register_comm_hook(None, ours)
     with pytest.raises(RuntimeError, match="'?the wrapper'? already has a communication hook"):
         model.register_comm_hook(None, ours)
@@ -179,11 +178,9 @@ def test_what_is_no_hook_is_refused(rank):
         (None, lambda state, bucket: bucket.gradients()[0], "return this rank's shard, of shape"),
         ("group", ours, r"takes no state.*register_comm_hook\(None, bf16_compress_hook\)"),
     ):
-        with pytest.raises((TypeError, ValueError), match=said):
-            backward(state, hook)
+        raises((TypeError, ValueError), said, backward, state, hook)
     for name in ("PowerSGDState", "powerSGD_hook"):
-        with pytest.raises(ImportError, match=f"{name} was removed, .*bf16_compress_hook"):
-            getattr(comm_hooks, name)
+        raises(ImportError, f"{name} was removed, .*bf16_compress_hook", getattr, comm_hooks, name)
     assert not hasattr(comm_hooks, "some_hook")
     backward(None, ours)  # the remedy
 

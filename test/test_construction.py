@@ -8,7 +8,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank, slow
+from on_ranks import on_each_rank, raises, slow
 from safetensors.torch import save_file
 from small_models import (
     WIDTH,
@@ -143,8 +143,7 @@ def test_parameters_keep_their_names(rank):
     assert model.reshard_after_forward is True and model.compute_dtype is None
     with pytest.raises(AttributeError, match="nothing"):
         model.nothing  # noqa: B018
-    with pytest.raises(TypeError, match="module must be a torch.nn.Module, got int"):
-        FSDP(3)
+    raises(TypeError, "module must be a torch.nn.Module, got int", FSDP, 3)
     assert model.params_with_grad == [] and len(model.sharded_params) == 4
     assert model.get_original_names_and_sharded_parameters() == list(model.named_parameters())
     sizes = {name: p.numel() for name, p in model.named_parameters()}
@@ -278,8 +277,7 @@ def test_meta_initialisation_misses_values_of_every_dtype(rank):
         for forgotten in ("parameter", "buffer"):
             with torch.device("meta"):
                 model = Forgetful(dtype, forgotten)
-            with pytest.raises(RuntimeError, match=f"not initialize its {forgotten} '{forgotten}'"):
-                FSDP(model)
+            raises(RuntimeError, f"not initialize its {forgotten} '{forgotten}'", FSDP, model)
         if dtype in (torch.float32, torch.int64):  # zeros of any dtype are values
             with torch.device("meta"):
                 model = FSDP(Forgetful(dtype, None))
@@ -340,8 +338,7 @@ def test_clipping_edges(rank):
     model = wrapped(mlp(), "1")
     assert model.clip_grad_norm_(1.0).item() == 0
     for wrong, message in ((0, "max_norm must be positive, got 0"), (-1, "got -1")):
-        with pytest.raises(ValueError, match=message):
-            model.clip_grad_norm_(wrong)
+        raises(ValueError, message, model.clip_grad_norm_, wrong)
     with pytest.raises(ValueError, match="norm_type must be positive, got -2"):
         model.clip_grad_norm_(1.0, norm_type=-2)
     plain = mlp()
@@ -413,8 +410,7 @@ def test_an_optimizer_made_before_the_wrapping(rank):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model = FSDP(model.to("xla"))
     model(tokens(rank).to("xla")).sum().backward()
-    with pytest.raises(RuntimeError, match=r"made before module.*shape \[9, 6\] on cpu"):
-        optimizer.step()
+    raises(RuntimeError, r"made before module.*shape \[9, 6\] on cpu", optimizer.step)
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()  # it has what to train
@@ -574,8 +570,7 @@ def test_buffers_that_no_checkpoint_has(rank):
 
     expected = positions("cpu")(inputs(rank))
     model = loaded(defer_init)
-    with pytest.raises(RuntimeError, match="before '0.steps' had values.* no checkpoint contains"):
-        model(here(rank))
+    raises(RuntimeError, "before '0.steps' had values.* no checkpoint contains", model, here(rank))
     with FSDP.summon_full_params(model):
         model.module[0].steps.copy_(torch.arange(WIDTH).float())
     assert torch.equal(model(here(rank)).cpu(), expected)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla.runtime as xr
 from covering import covering, pairs_of
-from on_ranks import finish_step, on_each_rank
+from on_ranks import finish_step, on_each_rank, raises
 from small_models import WORDS, Block, Language, of_parameters
 from torch import nn
 
@@ -355,5 +355,4 @@ def test_what_contradicts_itself_raises(rank: int):
          "Pass the same cpu_offload to both"),
     ]:  # fmt: skip
         for make in makes:
-            with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):
-                make(**options)
+            raises((ValueError, RuntimeError), re.escape(text), make, **options)

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch_xla
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises
 from torch import nn, optim
 
 import xla_fsdp
@@ -120,8 +120,7 @@ def test_only_where_it_may(rank):
     fused.param_groups[0]["params"][0].grad = torch.ones(2, device="xla")
     scaler = torch.amp.GradScaler("xla", init_scale=2.0)
     scaler.scale(torch.ones((), device="xla"))
-    with pytest.raises(RuntimeError, match="without fused=True"):
-        scaler.step(fused)
+    raises(RuntimeError, "without fused=True", scaler.step, fused)
 
 
 @on_each_rank(1)

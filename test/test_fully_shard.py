@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import on_each_rank, raises, without_ranks
 from safetensors.torch import save_file
 from small_models import WORDS, Block, Language, whole
 from torch import nn
@@ -191,8 +191,7 @@ def test_unshard_and_reshard(rank):
         own.up.weight.mul_(2)
     x = torch.ones(1, 4, 12)
     torch.testing.assert_close(layer.forward(x.to("xla")).cpu(), own(x), rtol=2e-5, atol=1e-6)
-    with pytest.raises(RuntimeError, match=r"Call unshard\(\) again"):
-        model.encode(here)
+    raises(RuntimeError, r"Call unshard\(\) again", model.encode, here)
     for one in (layer, model):
         one.reshard()
     assert all(p.grad is None for p in model.parameters())
@@ -209,8 +208,7 @@ def test_unshard_and_reshard(rank):
     with pytest.raises(RuntimeError, match="'blocks.0.up.weight' is not the shard"):
         layer(torch.zeros(1, 4, 12).to("xla"))
     with FSDP.summon_full_params(model, writeback=False):
-        with pytest.raises(RuntimeError, match="within summon_full_params"):
-            layer.unshard()
+        raises(RuntimeError, "within summon_full_params", layer.unshard)
 
 
 @on_each_rank(2, timeout=1500)
@@ -384,8 +382,7 @@ def test_what_is_not_possible_is_refused(rank):
     from torch.distributed.fsdp import MixedPrecisionPolicy as Theirs
 
     def refused(match, error=ValueError, module=None, **options):
-        with pytest.raises(error, match=match):
-            fully_shard(nn.Linear(2, 2) if module is None else module, **options)
+        raises(error, match, fully_shard, nn.Linear(2, 2) if module is None else module, **options)
 
     refused("mp_policy must be", mp_policy=Theirs())
     refused("must be a torch.nn.Module", TypeError, module=7)
@@ -396,10 +393,8 @@ def test_what_is_not_possible_is_refused(rank):
                   {"cast_forward_inputs": 1}):  # fmt: skip
         with pytest.raises(ValueError, match=f"MixedPrecisionPolicy.{next(iter(wrong))}"):
             MixedPrecisionPolicy(**wrong)
-    with pytest.raises(ValueError, match="is wrapped"):
-        xla_fsdp.scan_blocks([fully_shard(nn.Linear(2, 2))])
-    with pytest.raises(TypeError, match="what xla_fsdp.fully_shard"):
-        FSDPModule()
+    raises(ValueError, "is wrapped", xla_fsdp.scan_blocks, [fully_shard(nn.Linear(2, 2))])
+    raises(TypeError, "what xla_fsdp.fully_shard", FSDPModule)
 
     model = sharded()
     for method, value in {
@@ -418,11 +413,9 @@ def test_what_is_not_possible_is_refused(rank):
     for method in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):
         with pytest.raises(NotImplementedError, match=method):
             getattr(model, method)(None)
-    with pytest.raises(RuntimeError, match="needs parameter 'embed.weight'.*register_fsdp"):
-        model.product()
+    raises(RuntimeError, "needs parameter 'embed.weight'.*register_fsdp", model.product)
     torch.testing.assert_close(model.squared().cpu(), build().squared(), rtol=1e-4, atol=1e-5)
-    with pytest.raises(RuntimeError, match="stay on"):
-        model.cpu()
+    raises(RuntimeError, "stay on", model.cpu)
     with pytest.raises(AttributeError, match="no method 'decode'"):
         xla_fsdp.register_fsdp_forward_method(model, "decode")
     model.decode = model.blocks[0].forward  # as one that a PeftModel answers with
@@ -432,8 +425,7 @@ def test_what_is_not_possible_is_refused(rank):
     for get in (get_model_state_dict, get_optimizer_state_dict):
         for one in (model, nn.Sequential(model), FSDP(nn.Linear(2, 2)), wrapped()):
             own = [torch.optim.SGD(one.parameters(), lr=0.1)][: get is get_optimizer_state_dict]
-            with pytest.raises(RuntimeError, match="xla_fsdp.full_state_dict"):
-                get(one, *own)
+            raises(RuntimeError, "xla_fsdp.full_state_dict", get, one, *own)
 
 
 def fingerprints():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises
 from rank_warnings import every_rank_warns
 from safetensors.torch import save_file
 from small_models import WIDTH, here, inputs, mean_square, trace_as_on_tpu, whole
@@ -196,8 +196,7 @@ def test_what_goes_in_and_out_of_files(run_ranks, tmp_path):
 def test_what_cannot_be_ignored_is_refused(rank):
     def refused(error, match, make=Model, **options):
         model = make()
-        with pytest.raises(error, match=match):
-            FSDP(model, **{name: give(model) for name, give in options.items()})
+        raises(error, match, FSDP, model, **{name: give(model) for name, give in options.items()})
 
     refused(TypeError, "ignored_modules must be an iterable of torch.nn.Module, got Linear",
             ignored_modules=lambda m: m.adapter)  # fmt: skip

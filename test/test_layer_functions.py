@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import finish_step, on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, raises, without_ranks
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -141,8 +141,7 @@ def test_refusals_and_other_devices():
         ("label_smoothing must be from 0 to 1", {"label_smoothing": 2.0}),
         ("reduction must be one of", {"reduction": "avg"}),
     ):
-        with pytest.raises(ValueError, match=re.escape(text)):
-            linear_cross_entropy(**given | wrong)
+        raises(ValueError, re.escape(text), linear_cross_entropy, **given | wrong)
 
 
 @pytest.mark.slow
@@ -204,8 +203,7 @@ def test_einsum_is_that_of_torch(rank):
         made = einsum(equation, x.requires_grad_(), y)
         assert (type(made.grad_fn).__name__ == "ProductBackward") is contracted, equation
     for wrong in ("ab,bc->ac", "ab,bc->c", "abc,cbd->ad"):
-        with pytest.raises(ValueError, match=f"einsum.*{wrong}"):
-            einsum(wrong, x, y)
+        raises(ValueError, f"einsum.*{wrong}", einsum, wrong, x, y)
 
 
 class Parts(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-from on_ranks import on_each_rank, slow
+from on_ranks import on_each_rank, raises, slow
 from small_models import WIDTH, gradients, here, inputs, inputs_of_all, mean_square, trace_as_on_tpu
 from torch import nn
 
@@ -133,8 +133,7 @@ def test_what_cannot_be_done_is_refused(rank):
         ("buffer_dtype=torch.bfloat16 contradicts", {
             "mixed_precision": policy, "buffer_dtype": NARROW}),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=match):
-            FSDP(nn.Linear(2, 2), **options)
+        raises(ValueError, match, FSDP, nn.Linear(2, 2), **options)
 
 
 class Normed(nn.Module):
@@ -234,8 +233,7 @@ def test_gradients_may_stay_narrow(rank):
         for name, value in theirs.items():
             assert value.dtype is ours[name].dtype
             torch.testing.assert_close(ours[name], value, rtol=0.05, atol=0.02, msg=name)
-    with pytest.raises(RuntimeError, match="expected dtype"):
-        trained(True, torch.optim.AdamW, False)
+    raises(RuntimeError, "expected dtype", trained, True, torch.optim.AdamW, False)
 
 
 @on_each_rank(2)

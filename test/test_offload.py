@@ -11,7 +11,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
 from checkpoint_runs import Run
-from on_ranks import finish_step, on_each_rank, slow, without_ranks
+from on_ranks import finish_step, on_each_rank, raises, slow, without_ranks
 from small_models import Computes, here, inputs, mlp, trace_as_on_tpu
 from torch import nn
 from zoo import Zoo, batches, loss_of
@@ -233,8 +233,7 @@ def changed_by_hand(rank):
     assert_right(1e-5, 1e-6)
     loss = model(x).square().sum()
     fused_step(model)
-    with pytest.raises(RuntimeError, match="was changed between a forward"):
-        loss.backward()
+    raises(RuntimeError, "was changed between a forward", loss.backward)
 
 
 def named_ones(rank):
@@ -300,24 +299,19 @@ def in_pieces(rank):
 
 def refused(rank):
     for given in ((True, False, True), (False, True, True), (True, True, False)):
-        with pytest.raises(ValueError, match=r"CPUOffload\(parameters=.* is not supported"):
-            CPUOffload(*given)
-    with pytest.raises(TypeError, match="CPUOffload.gradients must be True or False, got 1"):
-        CPUOffload(gradients=1)
+        raises(ValueError, r"CPUOffload\(parameters=.* is not supported", CPUOffload, *given)
+    raises(TypeError, "CPUOffload.gradients must be True or False, got 1", CPUOffload, gradients=1)
     nothing = FSDP(mlp(), cpu_offload=CPUOffload(False, False, False))
     assert next(nothing.parameters()).device.type == "xla"
     model = offloaded("root", mlp().bfloat16())
     narrow = list(model.parameters())
     for make in (lambda: LAMB(narrow), lambda: MasterWeights(narrow, LAMB, lr=0.1)):
-        with pytest.raises(ValueError, match="LAMB needs .*cpu_offload"):
-            make()
+        raises(ValueError, "LAMB needs .*cpu_offload", make)
     tied = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
     tied[0] = FSDP(tied[0], cpu_offload=CPUOffload())
-    with pytest.raises(ValueError, match="'weight' is shared with another wrapper"):
-        FSDP(tied)
-    with pytest.raises(RuntimeError, match="cannot be moved to cpu"):
-        model.cpu()
+    raises(ValueError, "'weight' is shared with another wrapper", FSDP, tied)
+    raises(RuntimeError, "cannot be moved to cpu", model.cpu)
 
 
 @pytest.mark.slow
@@ -500,14 +494,12 @@ def hooks_of_streams(rank):
 
 
 def refused_streams(rank):
-    with pytest.raises(TypeError, match="CPUOffload.stream must be True or False, got 1"):
-        CPUOffload(stream=1)
+    raises(TypeError, "CPUOffload.stream must be True or False, got 1", CPUOffload, stream=1)
     with pytest.raises(ValueError, match="streams shards that are on the host"):
         CPUOffload(False, False, False, stream=True)
     block = FSDP(checkpoint_module(Block(), offload=True), **streaming())
     model = FSDP(nn.Sequential(nn.Linear(WIDE, WIDE), block), **streaming())
-    with pytest.raises(RuntimeError, match="Leave offload or stream out"):
-        model(torch.ones(2, WIDE).to("xla"))
+    raises(RuntimeError, "Leave offload or stream out", model, torch.ones(2, WIDE).to("xla"))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch_xla.debug.metrics as met
 from lazy_modules import torch_xla, xm, xr
-from on_ranks import on_each_rank, only_full, slow, without_ranks
+from on_ranks import on_each_rank, only_full, raises, slow, without_ranks
 from rank_warnings import every_rank_warns
 from small_models import here, hybrid, inputs_of_all, mean_square, mlp, whole
 from torch import nn
@@ -333,11 +333,9 @@ def of_others(rank):
 
 def refused(rank):
     model = wrapped("flat")
-    with pytest.raises(ValueError, match="'flat_param_0' .* shape .*flatten_parameters"):
-        Muon(model.parameters())
+    raises(ValueError, "'flat_param_0' .* shape .*flatten_parameters", Muon, model.parameters())
     matrices, others = split_matrices(wrapped("nested").parameters())
-    with pytest.raises(ValueError, match="a parameter of shape"):
-        Muon(others)
+    raises(ValueError, "a parameter of shape", Muon, others)
     assert len(matrices) == 1 + 2 * 3  # frozen ones too
 
 

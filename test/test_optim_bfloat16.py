@@ -7,7 +7,7 @@ import pickle
 import pytest
 import test_optim
 import torch
-from on_ranks import only_full, slow
+from on_ranks import only_full, raises, slow
 from test_optim import Block, Model, Saved, gradients, put_plain_gradients, weights
 from torch import nn
 
@@ -169,22 +169,18 @@ def test_what_is_refused():
     narrow = nn.Parameter(torch.zeros(2).bfloat16())
     with pytest.raises(TypeError, match="supports bfloat16, but .* is float16"):
         StochasticRounding([half], torch.optim.SGD)
-    with pytest.raises(ValueError, match="seed must be >= 0"):
-        StochasticRounding([narrow], torch.optim.SGD, seed=-1)
+    raises(ValueError, "seed must be >= 0", StochasticRounding, [narrow], torch.optim.SGD, seed=-1)
     with pytest.raises(TypeError, match="seed must be an int, got 1.5"):
         StochasticRounding([narrow], torch.optim.SGD, seed=1.5)
     for wrong in (3, MasterWeights):
-        with pytest.raises(TypeError, match="optimizer_class must be the class"):
-            MasterWeights([narrow], wrong)
-    with pytest.raises(TypeError, match="optimizer_class must make"):
-        MasterWeights([narrow], lambda groups: 3)
+        raises(TypeError, "optimizer_class must be the class", MasterWeights, [narrow], wrong)
+    raises(TypeError, "optimizer_class must make", MasterWeights, [narrow], lambda groups: 3)
     one = MasterWeights([narrow], torch.optim.SGD, lr=1.0)
     other = MasterWeights([narrow], AdamW8bit)
     narrow.grad = torch.ones_like(narrow)
     one.step()
     other.load_state_dict(one.state_dict())
-    with pytest.raises(RuntimeError, match="optimizer='SGD', but it was made with 'AdamW8bit'"):
-        other.step()
+    raises(RuntimeError, "optimizer='SGD', but it was made with 'AdamW8bit'", other.step)
 
 
 def traced(way):

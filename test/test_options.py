@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises
 from small_models import mlp
 from torch import nn
 
@@ -159,8 +159,7 @@ def test_integrations_check_options_before_there_are_ranks():
             value, error, allowed, _ = BAD[name]
             if name == "sharding_strategy":
                 value = 7
-            with pytest.raises(error, match=re.escape(allowed)):
-                make({name: value})
+            raises(error, re.escape(allowed), make, {name: value})
     with pytest.raises(ValueError, match="must be one of FULL_SHARD"):
         Settings(None, None, "full", {"sharding_strategy": "SOME"})
 
@@ -187,8 +186,7 @@ def test_options_go_by_position_too(rank):
     assert model.reshard_after_forward is False and model.flatten_parameters is True
     with pytest.raises(TypeError, match="multiple values for argument 'flatten_parameters'"):
         FSDP(mlp(), False, True, flatten_parameters=True)
-    with pytest.raises(TypeError, match="too many positional arguments"):
-        FSDP(mlp(), *[None] * 60)
+    raises(TypeError, "too many positional arguments", FSDP, mlp(), *[None] * 60)
 
 
 @dataclass(frozen=True)
@@ -209,8 +207,7 @@ def test_a_new_option_needs_its_declaration_only(rank):
         in_place = xla_fsdp.fully_shard(mlp(), made_up=True)
         assert blocks.made_up is True and in_place._unit.options.made_up is True
         for make in entry_points().values():
-            with pytest.raises(TypeError, match="made_up must be True or False, got 3"):
-                make(made_up=3)
+            raises(TypeError, "made_up must be True or False, got 3", make, made_up=3)
         described = takes_options(WRAPPER)(lambda module, *args, **options: None)
         assert "made_up" in inspect.signature(described).parameters
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises
 
 from xla_fsdp.collectives.routes import (
     Rings,
@@ -195,8 +195,7 @@ def test_a_caller_may_have_them_as_the_compiler_does():
     ],
 )
 def test_other_ways_raise_with_what_to_pass(how, said):
-    with pytest.raises(ValueError, match=f"collective_routes.*{said}"):
-        require_collective_routes(how)
+    raises(ValueError, f"collective_routes.*{said}", require_collective_routes, how)
 
 
 def grid(columns, rows):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank, only_full, slow, without_ranks
+from on_ranks import on_each_rank, only_full, raises, slow, without_ranks
 from planned import training_step
 from small_models import Computes, hybrid, trace_as_on_tpu
 from torch import nn
@@ -262,8 +262,7 @@ def test_says_what_is_wrong(rank):
         ([checkpoint_module(Small())], {}, "forward of block 0 was replaced"),
         ([Small()], {"prefetch": 2}, "prefetch must be True or False, got 2"),
     ):
-        with pytest.raises((ValueError, TypeError), match=re.escape(expected)):
-            scan_blocks(blocks, **options)
+        raises((ValueError, TypeError), re.escape(expected), scan_blocks, blocks, **options)
     differing = scan_blocks([Small(number=0), Small(number=1)], ignore=["number"])
     assert len(differing) == 2
     x = torch.ones(2, 4, device="xla")
@@ -390,8 +389,7 @@ def test_refused_where_gathers_run_beside_loops(tmp_path):
         # With this one the compiler dies of the program.
         beside = "--xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
         os.environ["LIBTPU_INIT_ARGS"] = f"{beside}=true"
-        with pytest.raises(RuntimeError, match=f"TPU v6 lite .*{beside}=true; take it out"):
-            planned()
+        raises(RuntimeError, f"TPU v6 lite .*{beside}=true; take it out", planned)
     finally:
         os.environ.clear()
         os.environ.update(kept)

@@ -4,7 +4,7 @@ import pytest
 import test_comm_hooks
 import torch
 import torch_xla
-from on_ranks import finish_step, on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, raises, without_ranks
 from planned import training_step
 from small_models import Computes, hybrid, trace_as_on_tpu
 from test_comm_hooks import RATE, STEPS, assert_close, train
@@ -121,8 +121,7 @@ def test_a_hook_that_stores_gradients_of_the_loop_raises(rank):
         (keeps, [], "stored, or changed in place.*Wrap each block separately"),
         (adds, torch.zeros(()).to("xla"), r"of shapes \[\(\)\] that contain gradients"),
     ):
-        with pytest.raises(RuntimeError, match=said):
-            backward(hook, state)
+        raises(RuntimeError, said, backward, hook, state)
         torch_xla.sync()  # what was kept has values, if no sensible ones
 
 
@@ -207,8 +206,7 @@ def test_what_is_offloaded_and_what_is_refused(rank):
     torch_xla.sync()
     assert all(p.grad is not None for p in single.parameters() if p.requires_grad)
     for wrong in (lambda: checkpoint_module(block, offload=1), lambda: scan_blocks([], offload=1)):
-        with pytest.raises(TypeError, match="offload must be True or False, got 1"):
-            wrong()
+        raises(TypeError, "offload must be True or False, got 1", wrong)
 
 
 SIZE, INPUT = 256, 4 * 1024 * 256 * 2  # bytes of a block's input, in bfloat16

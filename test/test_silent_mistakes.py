@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises
 from rank_warnings import every_rank_warns, warnings_of_ranks
 from small_models import (
     WIDTH,
@@ -94,8 +94,7 @@ def test_weights_changed_between_forward_and_backward_are_refused(rank, reshard)
         if way == "load":
             model.load_state_dict(saved)
         text = r"parameter '[\w.]*weight' was changed between a forward and its"
-        with pytest.raises(RuntimeError, match=text):
-            loss.backward()
+        raises(RuntimeError, text, loss.backward)
         model.zero_grad()
         mean_square(model, here(rank)).backward()  # the remedy
 
@@ -201,12 +200,10 @@ def test_loss_scaling_asks_all_ranks(rank):
     model = wrapped(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(here(rank)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"call optimizer.step\(\)"):
-        xm.optimizer_step(optimizer)
+    raises(RuntimeError, r"call optimizer.step\(\)", xm.optimizer_step, optimizer)
     with pytest.raises(RuntimeError, match=r"of different shards, such as that of '0.weight'"):
         xm.reduce_gradients(optimizer)
-    with pytest.raises(RuntimeError, match="'0.weight', by those of the first rank"):
-        xm.broadcast_master_param(model)
+    raises(RuntimeError, "'0.weight', by those of the first rank", xm.broadcast_master_param, model)
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
     with pytest.raises(RuntimeError, match="needs parameter '0.weight'"):
@@ -264,13 +261,11 @@ def test_parameters_of_another_unit(rank, rows):
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
                 text = "needs parameter 'embed.weight', which is.*or exclude that module from the p"
-                with pytest.raises(RuntimeError, match=text):
-                    one(i)
+                raises(RuntimeError, text, one, i)
     assert model.size() == 10 * WIDTH
     for kind in (Tied, Around):
         plain, model = kind(), wrapped(kind(), shard_param_on_dim_0=rows)
-        with pytest.raises(RuntimeError, match="needs parameter '.*register_fsdp_forward_method"):
-            model.encode(i)
+        raises(RuntimeError, "needs parameter '.*register_fsdp_forward_method", model.encode, i)
         register_fsdp_forward_method(model, "encode")
         model(i).square().sum().backward()
         model.encode(i).square().sum().backward()
@@ -299,11 +294,9 @@ def test_parameters_of_another_unit(rank, rows):
 @on_each_rank(2)
 def test_what_a_wrapper_can_not_use_is_refused(rank):
     model = wrapped(nn.Sequential(mlp()), "0")
-    with pytest.raises(RuntimeError, match=r"got a tensor of shape \(2, 6\) on cpu.*\.to\('xla"):
-        model(inputs(rank))
+    raises(RuntimeError, r"got a tensor of shape \(2, 6\) on cpu.*\.to\('xla", model, inputs(rank))
     for move in (lambda: model.cpu(), lambda: nn.Sequential(model).to("cpu")):
-        with pytest.raises(RuntimeError, match="shards of a wrapped module stay on xla"):
-            move()
+        raises(RuntimeError, "shards of a wrapped module stay on xla", move)
     model.to("xla").double().float()
     flat = FSDP(mlp(), flatten_parameters=True)
     with pytest.raises(RuntimeError, match="module '0.0' are flattened into the vector of another"):
@@ -318,8 +311,7 @@ def test_what_a_wrapper_can_not_use_is_refused(rank):
     again = torch.func.functional_call(model, dict(model.named_parameters()), (here(rank),))
     torch.testing.assert_close(again.cpu(), plain(inputs(rank)), rtol=1e-5, atol=1e-6)
     model.module[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, device="xla"))
-    with pytest.raises(RuntimeError, match="parameter '0.weight' is not the shard"):
-        model(here(rank))
+    raises(RuntimeError, "parameter '0.weight' is not the shard", model, here(rank))
 
 
 @on_each_rank(2)
@@ -512,8 +504,7 @@ def layers_called_by_themselves(rank):
         model = wrapped(Model(), **options)
         model(x)
         for call in (model.norm, model.layer, model.module):
-            with pytest.raises(RuntimeError, match="(norm|layer).*is sharded here.*all the wrap"):
-                call(x)
+            raises(RuntimeError, "(norm|layer).*is sharded here.*all the wrap", call, x)
         assert torch.equal(model(x).cpu(), Model()(x.cpu()))
 
     def reads(self, x):
@@ -532,8 +523,7 @@ def objects_kept_from_before(rank):
     before = list(plain.parameters())
     model = wrapped(plain)
     text = "square needs .*'layer.weight' in its wrapper.* empty.* shards from model.parameters"
-    with pytest.raises(RuntimeError, match=text):
-        model(torch.ones(2, WIDE).to("xla"), penalty=True)
+    raises(RuntimeError, text, model, torch.ones(2, WIDE).to("xla"), penalty=True)
     text = "no effect.*'norm.bias' in its wrapper.*Freeze and unfreeze parameters of the wrapped"
     with pytest.raises(RuntimeError, match=text):
         before[1].requires_grad = False
@@ -624,8 +614,7 @@ def parameters_gone_through_in_a_forward(rank):
         model(x).backward()
         assert_same_gradients(model, plain, atol=1e-4)
     model = wrapped(penalised(penalties[0]), "inside", flatten_parameters=True)
-    with pytest.raises(RuntimeError, match="'inside.flat_param_0', which is .* contains several"):
-        model(x)
+    raises(RuntimeError, "'inside.flat_param_0', which is .* contains several", model, x)
 
     def looks(model):
         for parameter in model.parameters():
@@ -669,8 +658,7 @@ def what_hangs_on_parameters(rank):
         wrapped(nn.Sequential(hooked("register_hook")), flatten_parameters=True)
     layer = nn.Linear(6, 6)
     layer.weight = Negative(layer.weight.detach())
-    with pytest.raises(TypeError, match="'weight' is a Negative, which overrides operators"):
-        wrapped(layer)
+    raises(TypeError, "'weight' is a Negative, which overrides operators", wrapped, layer)
     assert wrapped(nn.Sequential(layer), ignored_modules=[layer])
     layer = nn.Linear(6, 6)
     layer.bias.grad = torch.zeros(6)
@@ -766,8 +754,7 @@ def test_inputs_on_the_cpu(rank):
         models[0](*[value.to(f"xla:{rank}") for value in given])  # the remedy
     loss = with_linear(lambda self, x, y: nn.functional.cross_entropy(self.linear(x), y))
     target = torch.tensor([1, 2])
-    with pytest.raises(RuntimeError, match=r"shape \(2,\) on cpu"):
-        loss(VECTORS.to("xla"), target)
+    raises(RuntimeError, r"shape \(2,\) on cpu", loss, VECTORS.to("xla"), target)
     loss(VECTORS.to("xla"), target.to("xla")).backward()
     assert with_linear(moves)(VECTORS).device.type == "xla"
     with pytest.raises(RuntimeError, match=r"^no such table\n.* on cpu, while"):

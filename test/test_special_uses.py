@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, slow
+from on_ranks import finish_step, on_each_rank, raises, slow
 from small_models import (
     WIDTH,
     Computes,
@@ -94,8 +94,7 @@ def test_a_loss_over_the_examples_of_all_ranks(rank, dim):
     loss = contrastive(model, here(rank))
     torch.testing.assert_close(loss.cpu(), contrastive(mlp(), inputs_of_all()))
     for wrong, match in ((torch.ones(2), "on the XLA device"), (loss, "without dimensions")):
-        with pytest.raises(ValueError, match=match):
-            all_gather_with_grad(wrong)
+        raises(ValueError, match, all_gather_with_grad, wrong)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -371,8 +370,7 @@ def test_refusals(rank):
     bias = torch.ones(2)
     outer.load_state_dict({"head.bias": bias}, strict=False, assign=True)
     assert outer["head"].bias.data_ptr() == bias.data_ptr()
-    with pytest.raises(ValueError, match="Leave assign out"):
-        outer.load_state_dict(outer.state_dict(), assign=True)
+    raises(ValueError, "Leave assign out", outer.load_state_dict, outer.state_dict(), assign=True)
     half = FSDP(mlp().half())
     assert half.gradient_predivide_factor == 2 and half.gradient_postdivide_factor == 1
 
@@ -397,14 +395,12 @@ def test_torch_compile_is_refused(rank):
     for backend in ("eager", "aot_eager", "openxla"):
         model = wrapped(mlp(), "1")
         around = torch.compile(model, backend=backend)
-        with pytest.raises(RuntimeError, match="Sequential, which is wrapped, .* leave torch.comp"):
-            around(x)
+        raises(RuntimeError, "Sequential, which is wrapped, .* leave torch.comp", around, x)
         model(x).sum().backward()  # the remedy
 
         inside = wrapped(mlp(), "1")
         inside.module[1] = torch.compile(inside.module[1], backend=backend)
-        with pytest.raises(RuntimeError, match="'1' in a wrapper is compiled by torch.compile"):
-            inside(x)
+        raises(RuntimeError, "'1' in a wrapper is compiled by torch.compile", inside, x)
         method = mlp()
         method[2].compile(backend=backend)
         with pytest.raises(RuntimeError, match="'2' in a wrapper is compiled by torch.compile"):
@@ -414,8 +410,7 @@ def test_torch_compile_is_refused(rank):
         torch.compile(parent, backend="eager")(x)
     itself = wrapped(mlp())
     itself.compile(backend="eager")
-    with pytest.raises(RuntimeError, match="torch.compile"):
-        itself(x)
+    raises(RuntimeError, "torch.compile", itself, x)
     blocks = scan_blocks([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
     with pytest.raises(RuntimeError, match="ScannedBlocks, which is wrapped, .* torch.compile"):
         torch.compile(blocks, backend="eager")(x)
@@ -449,8 +444,7 @@ def test_torch_func_is_refused(rank):
     ):
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
-                with pytest.raises(RuntimeError, match="transformation of torch.func .* backward"):
-                    call()
+                raises(RuntimeError, "transformation of torch.func .* backward", call)
     blocks = scan_blocks([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
     with pytest.raises(RuntimeError, match="transformation of torch.func"):
         torch.func.grad(lambda one: blocks(one).sum())(x)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank, only_full, slow
+from on_ranks import on_each_rank, only_full, raises, slow
 from small_models import Computes
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -298,8 +298,7 @@ def test_files_and_scanned_blocks_go_the_same_way(rank, size, folder):
 
         model, path = wrap(built(name, 1), "nested"), f"{folder}/{name}.dcp"
         if name in ("hooks", "_save_to_state_dict"):
-            with pytest.raises(ValueError, match="computes with parameters"):
-                xla_fsdp.to_dcp(path, model)
+            raises(ValueError, "computes with parameters", xla_fsdp.to_dcp, path, model)
             state = xla_fsdp.full_state_dict(model)  # as the message says
             if rank == 0:
                 dcp.save({"model": state}, checkpoint_id=path, no_dist=True)
@@ -326,8 +325,7 @@ def test_an_error_of_a_hook_is_raised_on_every_rank_and_changes_nothing(rank):
     net = Net()
     net.b.register_state_dict_post_hook(fail)
     model = wrap(net, "nested")
-    with pytest.raises((KeyError, OtherRankError), match="of the user"):
-        full_state_dict(model)
+    raises((KeyError, OtherRankError), "of the user", full_state_dict, model)
     net.b._state_dict_hooks.clear()
     net.b.register_load_state_dict_pre_hook(fail)
     state, shards = full_state_dict(model, rank0_only=False), list(model.parameters())

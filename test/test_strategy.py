@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank, slow, without_ranks
+from on_ranks import on_each_rank, raises, slow, without_ranks
 from planned import training_step
 from small_models import (
     here,
@@ -127,8 +127,7 @@ def test_what_does_not_go_together_is_refused(rank):
         *(("device_mesh must contain .*each of the 2 ranks once", {"device_mesh": mesh})
           for mesh in meshes),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=text):
-            FSDP(mlp(), **options)
+        raises(ValueError, text, FSDP, mlp(), **options)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank, only_full, slow
+from on_ranks import on_each_rank, only_full, raises, slow
 from small_models import Computes, assert_same_gradients, trace_as_on_tpu, whole
 from small_models import wrapped as wrap
 from torch import nn
@@ -247,8 +247,7 @@ def test_parts_of_a_model_and_what_is_refused(rank):
     refused(TypeError, "module must be a torch.nn.Module, got int", given=3)
     refused(ValueError, "'' ?|'Linear' belong to a wrapper around", given=model.module.up)
     scanned = FSDP(nn.Sequential(nn.Linear(4, 4), scan_blocks(nn.Linear(4, 4) for _ in range(2))))
-    with pytest.raises(ValueError, match="xla_fsdp.full_state_dict"):
-        scanned.apply(initialise)
+    raises(ValueError, "xla_fsdp.full_state_dict", scanned.apply, initialise)
 
     def replaced():
         model.module.up.bias = nn.Parameter(torch.zeros(7))
@@ -269,8 +268,7 @@ def test_parts_of_a_model_and_what_is_refused(rank):
                 return super().forward(x)
 
     asking = FSDP(Asks(4, 4))
-    with pytest.raises(RuntimeError, match="cannot be summoned in a forward"):
-        asking(torch.ones(1, 4).to("xla"))
+    raises(RuntimeError, "cannot be summoned in a forward", asking, torch.ones(1, 4).to("xla"))
 
 
 @on_each_rank(2)

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises
 from small_models import Computes, assert_same_gradients
 from torch import nn
 
@@ -289,5 +289,4 @@ def test_a_frozen_trunk_has_no_backward(rank):
 @on_each_rank(2)
 def test_an_optimizer_that_a_forward_makes_raises(rank):
     (optimizer,), _ = asked(rank, "wrapper", lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match=r"Make the optimizer from model.parameters\(\) outside"):
-        optimizer.step()
+    raises(RuntimeError, r"Make the optimizer from model.parameters\(\) outside", optimizer.step)

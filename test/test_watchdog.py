@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from on_ranks import raises
 
 from xla_fsdp.ranks.watchdog import waits
 from xla_fsdp.ranks.watchdog.report import RankPlace, report
@@ -399,5 +400,4 @@ def test_what_may_be_asked_for(monkeypatch):
     assert WatchSettings(600.0, False).beat == 5.0
     for said in ("0", "-1", "nan", "inf", "on", "900,stop", "end,900", "send"):
         monkeypatch.setenv("XLA_FSDP_WATCHDOG", said)
-        with pytest.raises(ValueError, match=f"XLA_FSDP_WATCHDOG='{said}': allowed are off, a pos"):
-            settings(600.0)
+        raises(ValueError, f"XLA_FSDP_WATCHDOG='{said}': allowed are off, a pos", settings, 600.0)

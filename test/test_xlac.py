@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch_xla
 from conftest import ROOT
+from on_ranks import raises
 
 from xla_fsdp import xlac
 
@@ -56,8 +57,7 @@ def test_what_a_release_lacks_is_named(monkeypatch, capsys, owner, name, use):
     assert xlac._report() == 1
     told = capsys.readouterr().out
     assert "".join(f"missing: {one}: {text}\n" for one, text in lacking.items()) in told
-    with pytest.raises(ImportError, match=f"lacks {', '.join(lacking)}, which xla_fsdp needs"):
-        import_again()
+    raises(ImportError, f"lacks {', '.join(lacking)}, which xla_fsdp needs", import_again)
 
 
 def test_symbols_that_a_release_lacks_are_named(monkeypatch):

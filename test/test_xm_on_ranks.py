@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_xla.core.functions as xf
 from lazy_modules import torch_xla, xm, xr
-from on_ranks import on_each_rank, slow
+from on_ranks import on_each_rank, raises, slow
 
 from xla_fsdp.ranks.rank import current_rank
 
@@ -141,10 +141,8 @@ def test_rendezvous_and_mesh_reduce(rank):
 
 @on_each_rank(2)
 def test_rendezvous_rejects_what_it_can_not_do(rank):
-    with pytest.raises(ValueError, match="all 2 ranks"):
-        xm.rendezvous("some", replicas=[0])
-    with pytest.raises(TypeError, match="bytes"):
-        xm.rendezvous("text", "payload")
+    raises(ValueError, "all 2 ranks", xm.rendezvous, "some", replicas=[0])
+    raises(TypeError, "bytes", xm.rendezvous, "text", "payload")
 
 
 @on_each_rank()
