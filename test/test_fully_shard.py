@@ -205,8 +205,7 @@ def test_unshard_and_reshard(rank):
     torch.testing.assert_close(full, plain.state_dict(), rtol=2e-5, atol=1e-6)
     layer.unshard()
     layer.up.weight = nn.Parameter(torch.zeros(7, 12))
-    with pytest.raises(RuntimeError, match="'blocks.0.up.weight' is not the shard"):
-        layer(torch.zeros(1, 4, 12).to("xla"))
+    raises(RuntimeError, "'blocks.0.up.weight' is not the", layer, torch.zeros(1, 4, 12).to("xla"))
     with FSDP.summon_full_params(model, writeback=False):
         raises(RuntimeError, "within summon_full_params", layer.unshard)
 
@@ -391,8 +390,7 @@ def test_what_is_not_possible_is_refused(rank):
     refused("already wrapped", RuntimeError, module=FSDP(nn.Linear(2, 2)))
     for wrong in ({"param_dtype": torch.int8}, {"reduce_dtype": torch.bfloat16},
                   {"cast_forward_inputs": 1}):  # fmt: skip
-        with pytest.raises(ValueError, match=f"MixedPrecisionPolicy.{next(iter(wrong))}"):
-            MixedPrecisionPolicy(**wrong)
+        raises(ValueError, f"PrecisionPolicy.{next(iter(wrong))}", MixedPrecisionPolicy, **wrong)
     raises(ValueError, "is wrapped", xla_fsdp.scan_blocks, [fully_shard(nn.Linear(2, 2))])
     raises(TypeError, "what xla_fsdp.fully_shard", FSDPModule)
 

@@ -167,8 +167,7 @@ def test_copies_step_like_the_original(way):
 def test_what_is_refused():
     half = nn.Parameter(torch.zeros(2).half())
     narrow = nn.Parameter(torch.zeros(2).bfloat16())
-    with pytest.raises(TypeError, match="supports bfloat16, but .* is float16"):
-        StochasticRounding([half], torch.optim.SGD)
+    raises(TypeError, "bfloat16, but .* is float16", StochasticRounding, [half], torch.optim.SGD)
     raises(ValueError, "seed must be >= 0", StochasticRounding, [narrow], torch.optim.SGD, seed=-1)
     with pytest.raises(TypeError, match="seed must be an int, got 1.5"):
         StochasticRounding([narrow], torch.optim.SGD, seed=1.5)
