@@ -121,7 +121,7 @@ def what_a_block_would_lose(rank):
         (lambda block, x, y, seen: seen.add_(1), torch.zeros((), dtype=torch.int32, device="xla")),
     ):
         model = scan_blocks([Block(number, also) for number in range(3)])
-        raises(ValueError, "forward of Block changes one of its argum", model, inputs(rank), seen)
+        raises(ValueError, "forward of Block changes one of its", model, inputs(rank), seen)
         torch_xla.sync()
 
 
