@@ -236,7 +236,8 @@ def test_gradients_that_are_not_reduced_cannot_be_used(rank, form):
     ):
         text = "'weight' are stored by no_sync and not reduced.* Run the last backward before"
         raises(RuntimeError, text, use)
-    torch.optim.SGD(sharded(form, linear()).parameters(), lr=0.1).step()
+    other = sharded(form, linear())
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
     model(X.to("xla")).square().mean().backward()
     plain = linear()
     (plain(X).square().mean() * 2).backward()

@@ -334,7 +334,8 @@ def of_others(rank):
 def refused(rank):
     model = wrapped("flat")
     raises(ValueError, "'flat_param_0' .* shape .*flatten_parameters", Muon, model.parameters())
-    matrices, others = split_matrices(wrapped("nested").parameters())
+    nested = wrapped("nested")
+    matrices, others = split_matrices(nested.parameters())
     raises(ValueError, "a parameter of shape", Muon, others)
     assert len(matrices) == 1 + 2 * 3  # frozen ones too
 
