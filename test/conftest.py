@@ -48,11 +48,11 @@ EXAMPLES = ROOT / "examples"
 # left alone with one at the end.
 LONG = """test_example_images test_peers test_scan test_hf_combinations test_parity
 test_hf_trainer test_lightning_table test_plan test_verifying test_example_mnist
-test_hf_accelerate test_optim test_streamed test_checkpoint_faults test_optim_saved
+test_hf_accelerate test_optim test_checkpoint_faults
 test_checkpoint_elastic test_engine_combinations test_hf_pairs test_offload test_lightning
 test_compile_cache test_consolidate_crash test_launch_failures test_strategy test_example_gpt
 test_summon test_random_state test_checkpoint_crash test_launch test_packaging
-test_schedule test_optim_bfloat16 test_scan_keep test_spawned test_attention
+test_schedule test_optim_bfloat16 test_spawned test_attention
 test_torch_checkpoint test_testing_fixture test_hf_loading test_slices test_tuning
 test_example_llama test_unsharded test_optim_8bit test_freeing test_hf_models test_comm_hooks
 test_scan_carries test_sharded_parameter test_full_state test_batch_norm test_watchdog

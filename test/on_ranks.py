@@ -2,6 +2,24 @@
 
 import inspect
 
+import pytest
+
+
+def slow(*values):
+    """A row of parameters that ``make test-slow`` has."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def only_full(*values):
+    """A row of parameters that ``make test-all`` has."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+def raises(error, match, call, *args, **options):
+    """``call(*args, **options)`` raises ``error`` with a text that matches."""
+    with pytest.raises(error, match=match):
+        call(*args, **options)
+
 
 def on_each_rank(size=None, timeout=600):
     """Decorates ``test_...(rank, ...)``: ``size`` ranks run it with the test's other parameters.

@@ -3,61 +3,69 @@
 import collections
 import contextlib
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, without_ranks
-from test_comm_hooks import full, hybrid
-from test_special_uses import inputs, mlp, trace_as_on_tpu, wrapped
+from on_ranks import finish_step, on_each_rank, raises, slow, without_ranks
+from small_models import (
+    Block,
+    assert_same_gradients,
+    full,
+    here,
+    hybrid,
+    inputs_of_all,
+    mlp,
+    trace_as_on_tpu,
+    wrapped,
+)
 from torch import nn
 
-from xla_fsdp import ShardedParameterError, fully_shard, plan, scan_blocks
+from xla_fsdp import CPUOffload, ShardedParameterError, fully_shard, plan, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 CLIP, STEPS = 0.3, 2
 NARROW = torch.bfloat16
 
 
-def expected(ranks: int, batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Norms before clipping, and weights, of plain training on all ranks' batches."""
-    model, norms = mlp(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)  # no state: one program
-    for step in range(STEPS):
-        for number in range(batches):
-            every = torch.cat([inputs(rank, 10 * step + number) for rank in range(ranks)])
-            (model(every).square().mean() / batches).backward()
-        grads = [p.grad for p in model.parameters()]
-        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
-        for grad in grads:
-            grad.mul_((CLIP / (norm + 1e-6)).clamp(max=1.0))
-        norms.append(norm.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, {name: value.detach() for name, value in model.named_parameters()}
-
-
-def accumulated(rank: int, pattern: str, options: dict[str, Any], sync_between: bool):
-    """As :func:`expected`; ``pattern``: ``h`` for each backward inside no_sync, ``r`` outside."""
-    model, norms = wrapped(mlp(), "1", **options), []
+def fit(model, pattern, batch, clip, sync_between=False):
+    """Norms before clipping; ``pattern``: ``h`` for each backward inside no_sync, ``r`` outside."""
+    norms = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)  # no state: one program
     for step in range(STEPS):
         for number, way in enumerate(pattern):
             with model.no_sync() if way == "h" else contextlib.nullcontext():
-                x = inputs(rank, 10 * step + number).to("xla")
-                (model(x).float().square().mean() / len(pattern)).backward()
+                (model(batch(10 * step + number)).float().square().mean() / len(pattern)).backward()
             if sync_between:
                 torch_xla.sync()
-        norms.append(model.clip_grad_norm_(CLIP))
+        norms.append(clip(CLIP))
         finish_step(optimizer)
-    return [norm.item() for norm in norms], full(model, dict(model.named_parameters()))
+    return [norm.item() for norm in norms]
+
+
+def expected(batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Norms, and weights, of plain training on all ranks' batches."""
+    model = mlp()
+
+    def clip(norm):
+        return nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+    norms = fit(model, "r" * batches, inputs_of_all, clip)
+    return norms, {name: value.detach() for name, value in model.named_parameters()}
+
+
+def accumulated(rank: int, pattern: str, options: dict[str, Any], sync_between: bool):
+    model = wrapped(mlp(), "1", **options)
+    norms = fit(model, pattern, functools.partial(here, rank), model.clip_grad_norm_, sync_between)
+    return norms, full(model, dict(model.named_parameters()))
 
 
 def cases(rank, on_tpu, all_options):
     trace_as_on_tpu(on_tpu)
-    reference = expected(xr.world_size(), 4)
+    reference = expected(4)
     for options, patterns in all_options:
         options = hybrid(rank) | {"compute_dtype": NARROW} if options == "hybrid" else options
         tolerance = 0.02 if "compute_dtype" in options else 1e-4
@@ -71,6 +79,10 @@ def cases(rank, on_tpu, all_options):
 
 WIDE = {"compute_dtype": NARROW, "fp32_reduce_scatter": True}
 ALL = ["rrrr", "hhhr", "hrhr", "rhhr"]
+SLOW = [
+    (4, False, [({"reshard_after_forward": False}, ["rhhr"]), ("hybrid", ["hrhr", "rrrr"])]),
+    (2, False, [({"cpu_offload": CPUOffload(stream=True)}, ALL[:3])]),
+]
 
 
 @pytest.mark.parametrize(
@@ -78,12 +90,7 @@ ALL = ["rrrr", "hhhr", "hrhr", "rhhr"]
     [
         (2, False, [({}, ALL), ({"compute_dtype": NARROW}, ["hrhr"])]),
         (2, True, [({"flatten_parameters": True}, ["hrhr"]), (WIDE, ["rhhr"])]),
-        pytest.param(
-            4,
-            False,
-            [({"reshard_after_forward": False}, ["rhhr"]), ("hybrid", ["hrhr", "rrrr"])],
-            marks=pytest.mark.slow,
-        ),
+        *(slow(*case) for case in SLOW),
     ],
 )
 def test_any_mixture_equals_plain_training(run_ranks, ranks, on_tpu, options):
@@ -142,46 +149,36 @@ def test_bytes_and_memory_of_both_ways():
             assert gradient <= held.peak - each.peak + gradient // 8 < 1.5 * gradient
 
 
-def wide_inputs(rank: int, number: int) -> torch.Tensor:
-    return torch.randn(2, 24, generator=torch.Generator().manual_seed(100 * number + rank))
-
-
-def wide() -> nn.Sequential:
-    """Large enough for every rank to have elements of its weights."""
-    torch.manual_seed(2)
-    return nn.Sequential(
-        nn.Linear(24, 24), nn.Sequential(nn.Linear(24, 24), nn.Tanh()), nn.Linear(24, 3)
-    )
-
-
 @on_each_rank(2)
 def test_gradients_that_are_asked_for_by_name(rank):
+    """Weights so large that every rank has elements of them."""
+    torch.manual_seed(2)
+    middle = nn.Sequential(nn.Linear(24, 24), nn.Tanh())
+    plain = nn.Sequential(nn.Linear(24, 24), middle, nn.Linear(24, 3))
+
+    def rows(rank, number):
+        return torch.randn(2, 24, generator=torch.Generator().manual_seed(100 * number + rank))
+
     def asked_for(one, ranks, device, no_sync):
         names = dict(one.named_parameters())
 
         def loss(number):
-            x = torch.cat([wide_inputs(r, number) for r in ranks])
-            return one(x.to(device)).square().mean()
+            return one(torch.cat([rows(r, number) for r in ranks]).to(device)).square().mean()
 
         with no_sync():
             loss(0).backward(inputs=[names["0.weight"], names["1.0.weight"]])
             inside = torch.autograd.grad(loss(1), [names["2.bias"], names["0.weight"]])
         outside = torch.autograd.grad(loss(2), [names["0.weight"]])
         loss(3).backward(inputs=[names["0.bias"]])
-        assert [name for name, p in names.items() if p.grad is not None] == [
-            "0.weight", "0.bias", "1.0.weight"
-        ]  # fmt: skip
-        kept = {name: p.grad for name, p in names.items()}
-        handed = {"2.bias": inside[0], "0.weight": inside[1]}, {"0.weight": outside[0]}
+        kept = {name: p.grad for name, p in names.items() if p.grad is not None}
+        assert list(kept) == ["0.weight", "0.bias", "1.0.weight"]
         zeros = {name: torch.zeros_like(p) for name, p in names.items()}
-        return [
-            {name: zero if given.get(name) is None else given[name] for name, zero in zeros.items()}
-            for given in (kept, *handed)
-        ]
+        handed = {"2.bias": inside[0], "0.weight": inside[1]}, {"0.weight": outside[0]}
+        return [zeros | given for given in (kept, *handed)]
 
-    model = wrapped(wide(), "1")
+    model = wrapped(copy.deepcopy(plain), "1")
     ours = asked_for(model, [rank], "xla", model.no_sync)
-    theirs = asked_for(wide(), range(xr.world_size()), "cpu", contextlib.nullcontext)
+    theirs = asked_for(plain, range(xr.world_size()), "cpu", contextlib.nullcontext)
     for mine, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(full(model, mine), expected, rtol=1e-4, atol=1e-6)
 
@@ -238,8 +235,7 @@ def test_gradients_that_are_not_reduced_cannot_be_used(rank, form):
         optimizer.step,
     ):
         text = "'weight' are stored by no_sync and not reduced.* Run the last backward before"
-        with pytest.raises(RuntimeError, match=text):
-            use()
+        raises(RuntimeError, text, use)
     other = sharded(form, linear())
     torch.optim.SGD(other.parameters(), lr=0.1).step()
     model(X.to("xla")).square().mean().backward()
@@ -274,18 +270,9 @@ def test_stored_gradients_are_dropped_as_in_torch(rank, form):
         assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(plain)), name
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
-
-    def forward(self, x):
-        return x + self.norm(self.linear(x))
-
-
 def blocks():
     torch.manual_seed(0)
-    return [Block() for _ in range(3)]
+    return [Block(6) for _ in range(3)]
 
 
 USES = {
@@ -335,9 +322,7 @@ def test_a_penalty_on_the_full_tensor_has_a_gradient(rank, form):
     plain = linear()
     loss = sum(plain(X * (rank + 1)).square().mean() for rank in range(2)) / 2
     (loss + sum(p.square().sum() for p in plain.parameters())).backward()
-    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
-        found = mine.grad.full_tensor().cpu()
-        torch.testing.assert_close(found, its.grad, rtol=1e-5, atol=1e-6)
+    assert_same_gradients(model, plain, rtol=1e-5)
 
 
 @on_each_rank(2)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import on_each_rank, only_full, raises, without_ranks
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -50,7 +50,7 @@ def with_gradients(attend, q, k, v, weights):
     return [out.detach(), *(t.grad for t in tensors)]
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(MORE, marks=pytest.mark.full)])
+@pytest.mark.parametrize("cases", [FEW, only_full(MORE)])
 @on_each_rank(1, timeout=1500)
 def test_values_and_gradients_are_those_of_torch(rank, cases):
     for *sizes, causal, segments in cases:
@@ -143,8 +143,7 @@ def test_in_checkpointed_and_scanned_blocks(rank, way):
 def refused(expected, **given):
     q = torch.zeros(1, 2, 128, 64)
     arguments = {"query": q, "key": q, "value": q, **given}
-    with pytest.raises(ValueError, match=expected):
-        scaled_dot_product_attention(**arguments)
+    raises(ValueError, expected, scaled_dot_product_attention, **arguments)
 
 
 def test_refusals_say_what_to_do():
@@ -181,8 +180,7 @@ def test_plan():
         model(x).float().square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
-    options = {"ranks": [0], "cache": False, "progress": False}
-    report = plan(step, "v5litepod-4", **options)
+    report = plan(step, "v5litepod-4", ranks=[0], cache=False, progress=False)
     kernels = [op for op in report.schedule.ops if op.name.startswith(("splash", "vmap_splash"))]
     # Forward, the same again in the backward, gradients of queries, of keys and values.
     assert [op.times for op in kernels] == [3] * 4

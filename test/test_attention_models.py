@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import on_each_rank, raises, without_ranks
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -107,8 +107,7 @@ def test_what_would_be_left_out_is_refused(installed):
 
     def gpt2(**more):
         torch.manual_seed(0)
-        config = GPT2Config(**sizes, **more, attn_implementation="xla_fsdp")
-        return GPT2LMHeadModel(config).eval()
+        return GPT2LMHeadModel(GPT2Config(**sizes, **more, attn_implementation="xla_fsdp")).eval()
 
     gpt2()(tokens)
     for model, given, named in (
@@ -116,8 +115,7 @@ def test_what_would_be_left_out_is_refused(installed):
         (gpt2(scale_attn_weights=False), {}, "scale_attn_weights=False"),
         (gpt2(scale_attn_by_inverse_layer_idx=True), {}, "scale_attn_by_inverse_layer_idx=True"),
     ):
-        with pytest.raises(ValueError, match=f"GPT2Attention .*{named}.*'eager'"):
-            model(tokens, **given)
+        raises(ValueError, f"GPT2Attention .*{named}.*'eager'", model, tokens, **given)
     x = torch.zeros(1, 1, 4, 8)
     for name in ("softcap", "s_aux", "output_attentions"):  # of Gemma 2, gpt-oss, CLIP
         with pytest.raises(ValueError, match=f"Module uses attention with {name}, .*'eager'"):
@@ -156,10 +154,8 @@ def test_on_a_tpu_it_is_the_kernel():
     def step(implementation, call):
         def run():
             model = FSDP(llama(implementation), compute_dtype=torch.bfloat16)
-            inputs = {
-                key: value.to("xla") if isinstance(value, torch.Tensor) else value
-                for key, value in call.items()
-            }
+            tensors = {key: value for key, value in call.items() if torch.is_tensor(value)}
+            inputs = call | {key: value.to("xla") for key, value in tensors.items()}
             model(**inputs).logits.float().square().mean().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, raises, slow, without_ranks
 from torch import nn
 
 from xla_fsdp import SyncBatchNorm, checkpoint_module, full_state_dict, plan, scan_blocks
@@ -37,21 +37,17 @@ class Residual(nn.Module):
 
 
 def layers(kind):
-    if kind == "1d":
-        parts = [nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)]
-        return parts, (6,)
-    if kind == "1d of sequences":
-        parts = [nn.Conv1d(2, 5, 3), nn.BatchNorm1d(5, momentum=None, eps=1e-3), nn.Tanh()]
-        return parts, (2, 9)
-    if kind == "2d":
-        return [Residual(3, 4), Residual(4, 6)], (3, 8, 8)
-    if kind == "3d":
-        return [nn.Conv3d(1, 4, 2), nn.BatchNorm3d(4, affine=False), nn.Sigmoid()], (1, 4, 3, 5)
-    if kind == "without running statistics":
-        parts = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.Tanh()]
-        return parts, (2, 5, 5)
-    assert kind == "far from zero"
-    return [nn.BatchNorm1d(3, momentum=0.3), nn.Tanh(), nn.Linear(3, 3)], (3,)
+    linear = [nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)]
+    sequences = [nn.Conv1d(2, 5, 3), nn.BatchNorm1d(5, momentum=None, eps=1e-3), nn.Tanh()]
+    without = nn.BatchNorm2d(4, track_running_stats=False)
+    return {
+        "1d": (linear, (6,)),
+        "1d of sequences": (sequences, (2, 9)),
+        "2d": ([Residual(3, 4), Residual(4, 6)], (3, 8, 8)),
+        "3d": ([nn.Conv3d(1, 4, 2), nn.BatchNorm3d(4, affine=False), nn.Sigmoid()], (1, 4, 3, 5)),
+        "without running statistics": ([nn.Conv2d(2, 4, 3), without, nn.Tanh()], (2, 5, 5)),
+        "far from zero": ([nn.BatchNorm1d(3, momentum=0.3), nn.Tanh(), nn.Linear(3, 3)], (3,)),
+    }[kind]
 
 
 def plain(kind):
@@ -108,7 +104,7 @@ def train(model, inputs, sync=lambda: None):
         ("far from zero", 4, "checkpointed"),
         ("far from zero", 1, "nested"),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            slow(*case)
             for case in (
                 ("1d", 4, "nested"),
                 ("1d", 4, "checkpointed"),
@@ -181,7 +177,7 @@ def part(rank, size, x):
 
 @on_each_rank(4)
 def test_evaluation_uses_running_statistics(rank):
-    model = norm().eval()
+    model, x = norm().eval(), whole_batch().chunk(4)[rank]
     with torch.no_grad():
         model.running_mean.copy_(torch.tensor([0.5, -1.0, 2.0]))
         model.running_var.copy_(torch.tensor([0.5, 1.0, 2.0]))
@@ -190,24 +186,22 @@ def test_evaluation_uses_running_statistics(rank):
     plain.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
     torch_xla.sync()
     found = []
-    for one, x in ((model, part(rank, 4, whole_batch())), (plain, whole_batch().chunk(4)[rank])):
-        y = one(x.requires_grad_())
+    for one, given in ((model, x.to("xla")), (plain, x.clone())):
+        y = one(given.requires_grad_())
         y.square().sum().backward()
         assert not current_rank().pending  # no collective
         torch_xla.sync()
-        found.append([t.detach().cpu() for t in (y, x.grad, one.weight.grad, one.bias.grad)])
+        found.append([t.detach().cpu() for t in (y, given.grad, one.weight.grad, one.bias.grad)])
     torch.testing.assert_close(*found, rtol=2e-5, atol=1e-5)
     assert model.num_batches_tracked.item() == 0
-    on_host = copy.deepcopy(model).cpu()(whole_batch().chunk(4)[rank])
-    torch.testing.assert_close(on_host, found[1][0], **CLOSE)
+    torch.testing.assert_close(copy.deepcopy(model).cpu()(x), found[1][0], **CLOSE)
 
 
 @on_each_rank(4)
 def test_statistics_of_a_group(rank):
     model = norm(groups=[[0, 2], [1, 3]], momentum=1.0)
     assert "groups=[[0, 2], [1, 3]]" in repr(model)
-    x = whole_batch()
-    parts = x.chunk(4)
+    parts = whole_batch().chunk(4)
     y = model(parts[rank].to("xla"))
     torch_xla.sync()
     plain = nn.BatchNorm2d(3, momentum=1.0)
@@ -216,29 +210,24 @@ def test_statistics_of_a_group(rank):
     z = plain(torch.cat([parts[first], parts[first + 2]]))
     torch.testing.assert_close(y.cpu(), z.chunk(2)[rank // 2], **CLOSE)
     torch.testing.assert_close(model.running_var.cpu(), plain.running_var, **CLOSE)
-    with pytest.raises(ValueError, match="each of the 4 ranks once"):
-        norm(groups=[[0, 2]])(x.to("xla"))
 
 
 @on_each_rank(4)
-def test_one_value_a_rank(rank):
-    x = torch.tensor([[1.0, 2.0, 5.0]]) * (rank + 1)
-    y = norm(affine=False)(x.to("xla"))
+def test_one_value_a_rank_and_wrong_inputs(rank):
+    row = torch.tensor([[1.0, 2.0, 5.0]])
+    y = norm(affine=False)((row * (rank + 1)).to("xla"))
     torch_xla.sync()
-    rows = torch.tensor([[1.0, 2.0, 5.0]]) * torch.arange(1.0, 5.0)[:, None]
-    expected = nn.BatchNorm1d(3, affine=False)(rows)
+    expected = nn.BatchNorm1d(3, affine=False)(row * torch.arange(1.0, 5.0)[:, None])
     torch.testing.assert_close(y.cpu(), expected[rank : rank + 1], **CLOSE)
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        norm(groups=[[0], [1], [2], [3]])(x.to("xla"))
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        norm()(torch.ones(0, 3).to("xla"))
-
-
-@on_each_rank(4)
-def test_wrong_inputs(rank):
-    for shape in ((3,), (4, 5), (4, 2, 3)):
-        with pytest.raises(ValueError, match=r"takes \(N, 3, ...\), at least two dimensions"):
-            norm()(torch.ones(shape).to("xla"))
+    few, dimensions = "Expected more than 1 value per channel", r"takes \(N, 3, ...\), at least two"
+    for make, shape, text in (
+        (lambda: norm(groups=[[0], [1], [2], [3]]), (1, 3), few),
+        (norm, (0, 3), few),
+        (lambda: norm(groups=[[0, 2]]), (4, 3), "each of the 4 ranks once"),
+        *((norm, shape, f"{dimensions} dimensions") for shape in ((3,), (4, 5), (4, 2, 3))),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make()(torch.ones(shape).to("xla"))
     with pytest.raises(ValueError, match=r"on an XLA device, got cpu\. .* eval\(\)"):
         norm().cpu()(torch.ones(4, 3))
 
@@ -282,18 +271,15 @@ def test_scanned_blocks(rank):
             model(part(rank, 4, whole_batch((BATCH, 4), seed))).sin().mean().backward()
             finish_step(optimizer)
         results.append({name: value.cpu() for name, value in model.state_dict().items()})
-    assert results[0].keys() == results[1].keys()
     torch.testing.assert_close(results[0], results[1], **CLOSE)
 
 
-def uneven(rank):
-    norm()(torch.ones(2 + rank, 3).to("xla"))
-    torch_xla.sync()
-
-
 def test_parts_of_different_sizes_are_an_error(run_ranks):
-    with pytest.raises(CollectiveMismatchError, match="batch norm of 2 values a channel"):
-        run_ranks(uneven, 4)
+    def uneven(rank):
+        norm()(torch.ones(2 + rank, 3).to("xla"))
+        torch_xla.sync()
+
+    raises(CollectiveMismatchError, "batch norm of 2 values a channel", run_ranks, uneven, 4)
 
 
 def test_conversion_keeps_everything():
@@ -349,10 +335,8 @@ class Named(nn.BatchNorm2d):
 
 def test_conversion_refuses_what_it_would_break():
     convert = SyncBatchNorm.convert_sync_batchnorm
-    with pytest.raises(TypeError, match="must be a torch.nn.Module, got str"):
-        convert("model")
-    with pytest.raises(ValueError, match="contains an ordinal twice"):
-        convert(nn.BatchNorm1d(2), groups=[[0, 1], [1, 2]])
+    raises(TypeError, "must be a torch.nn.Module, got str", convert, "model")
+    raises(ValueError, "an ordinal twice", convert, nn.BatchNorm1d(2), groups=[[0, 1], [1, 2]])
     grouped = nn.SyncBatchNorm(2)
     grouped.process_group = object()
     for one, message in (
@@ -362,8 +346,7 @@ def test_conversion_refuses_what_it_would_break():
         (grouped, "process_group"),
     ):
         model = nn.Sequential(nn.BatchNorm2d(2), one)
-        with pytest.raises(ValueError, match=message):
-            convert(model)
+        raises(ValueError, message, convert, model)
         assert type(model[0]) is nn.BatchNorm2d  # untouched
     assert type(convert(Named(2))) is SyncBatchNorm
 
@@ -373,8 +356,7 @@ def test_conversion_comes_before_wrapping(rank):
     convert = SyncBatchNorm.convert_sync_batchnorm
     model = nn.Sequential(nn.BatchNorm1d(4), FSDP(nn.Sequential(nn.BatchNorm1d(4))))
     for one in (model, FSDP(model)):
-        with pytest.raises(ValueError, match="convert_sync_batchnorm before wrapping"):
-            convert(one)
+        raises(ValueError, "convert_sync_batchnorm before wrapping", convert, one)
     assert type(model[0]) is nn.BatchNorm1d
     beside = nn.Sequential(FSDP(nn.Linear(4, 4)), nn.BatchNorm1d(4))
     assert type(convert(beside)[1]) is SyncBatchNorm
@@ -395,8 +377,6 @@ def test_plan():
     report = plan(step, "v3-8", cache=False, progress=False)
     assert report.executables == 1
     sent = [c for c in report.schedule.collectives if c.module.startswith("batch norm of 144")]
-    assert [(c.kind, c.phase) for c in sent] == [
-        ("all-gather", "forward"),
-        ("all-reduce", "backward"),
-    ]
+    found = [(c.kind, c.phase) for c in sent]
+    assert found == [("all-gather", "forward"), ("all-reduce", "backward")]
     assert 0 < sum(c.wire_bytes for c in sent) < 1024

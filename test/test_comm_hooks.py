@@ -6,17 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, only_full, raises, slow, without_ranks
 from planned import training_step
-from test_special_uses import trace_as_on_tpu, wrapped
+from small_models import full, hybrid, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module, comm_hooks, plan
 from xla_fsdp.comm_hooks import bf16_compress_hook
-from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 
 WIDTH, STEPS, RATE = 16, 3, 0.1
 
@@ -72,24 +70,6 @@ def sharded(rank: int, state, hook, over="all", **options: Any) -> dict[str, tor
     return full(model, dict(model.named_parameters()))
 
 
-def full(model, tensors) -> dict[str, torch.Tensor]:
-    """As ``whole``, where replicas must hold the same."""
-    mine = {name: value.to_local().cpu() for name, value in tensors.items()}
-    ranks, size = xm.mesh_reduce("full", mine, list), model.world_size
-    for number, one in enumerate(ranks):
-        torch.testing.assert_close(one, ranks[number % size], rtol=0, atol=0)
-    return consolidate_sharded_state_dicts(ranks[:size], model.get_shard_metadata())
-
-
-def hybrid(rank: int) -> dict[str, Any]:
-    return {
-        "sharding_groups": [[0, 1], [2, 3]],
-        "sharding_rank": rank % 2,
-        "sharding_world_size": 2,
-        "replication_groups": [[0, 2], [1, 3]],
-    }
-
-
 def assert_close(found, expected, tolerance=2e-4) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
 
@@ -99,11 +79,7 @@ def summed_by_hand(state, bucket):
     return bucket.shard_of([bucket.all_reduce(g) / bucket.divisor for g in bucket.gradients()])
 
 
-WAYS = [
-    (2, True),
-    pytest.param(4, False, marks=pytest.mark.slow),
-    pytest.param(2, False, marks=pytest.mark.full),
-]
+WAYS = [(2, True), slow(4, False), only_full(2, False)]
 
 
 @pytest.mark.parametrize("ranks,on_tpu", WAYS)
@@ -118,8 +94,7 @@ def test_a_hook_reduces_by_itself(rank, on_tpu):
         rows = {**hybrid(rank), "shard_param_on_dim_0": True}
         assert_close(sharded(rank, (4, 4), summed_by_hand, **hybrid(rank)), expected)
         for options in (hybrid(rank), rows):
-            found = sharded(rank, (2, 4), summed_by_hand, "replicas", **options)
-            assert_close(found, expected)
+            assert_close(sharded(rank, (2, 4), summed_by_hand, "replicas", **options), expected)
 
 
 def gradients_with(rank, hook, over="all", state=None, steps=1, **options):
@@ -146,8 +121,7 @@ def test_compressed_gradients_are_right_to_rounding(rank, on_tpu):
     ranks = xr.world_size()
     plain = Matrices()
     for step in range(3):
-        every = torch.cat([batch(r, step) for r in range(ranks)])
-        plain(every).square().mean().backward()
+        plain(torch.cat([batch(r, step) for r in range(ranks)])).square().mean().backward()
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     kinds = [{}, {"flatten_parameters": True, "reshard_after_forward": False}]
     kinds += [hybrid(rank)] if ranks == 4 else []
@@ -164,12 +138,9 @@ def test_compressed_gradients_are_right_to_rounding(rank, on_tpu):
         for hook in (noted, comm_hooks.allreduce_hook):
             found = gradients_with(rank, hook, **options)
             torch.testing.assert_close(found, exact, rtol=0, atol=0)
-        for hook, digits in (
-            (comm_hooks.bf16_compress_hook, 2**-8),
-            (comm_hooks.fp16_compress_hook, 2**-11),
-        ):
-            overs = ["all", "replicas"] if "replication_groups" in options else ["all"]
-            for over in overs:
+        kinds_of = {comm_hooks.bf16_compress_hook: 2**-8, comm_hooks.fp16_compress_hook: 2**-11}
+        for hook, digits in kinds_of.items():
+            for over in ["all", "replicas"] if "replication_groups" in options else ["all"]:
                 found = gradients_with(rank, hook, over, **options)
                 for name, value in expected.items():
                     error = (found[name] - value).norm() / value.norm()
@@ -190,35 +161,26 @@ def test_what_is_no_hook_is_refused(rank):
 
     model = wrapped(Matrices(), "inner")
     ours = comm_hooks.bf16_compress_hook
-    for wrong, said in (
-        (3, r"hook\(state, bucket\), got 3"),
-        (torchs.bf16_compress_hook, "is a hook of torch.*xla_fsdp.comm_hooks"),
-        (lambda state, grad, output: None, "function of two arguments.*torch FSDP"),
-        (lambda: None, "function of two arguments"),
+    for error, said, given in (
+        (TypeError, r"hook\(state, bucket\), got 3", (None, 3)),
+        (TypeError, "is a hook of torch.*xla_fsdp.comm_hooks", (None, torchs.bf16_compress_hook)),
+        (TypeError, "of two arguments.*torch FSDP", (None, lambda state, grad, output: None)),
+        (TypeError, "function of two arguments", (None, lambda: None)),
+        (ValueError, "over must be one of 'all', 'replicas', got 'some'", (None, ours, "some")),
+        (ValueError, "over='replicas' .* has none. Wrap with repli", (None, ours, "replicas")),
     ):
-        with pytest.raises(TypeError, match=said):
-            model.register_comm_hook(None, wrong)
-    with pytest.raises(ValueError, match="over must be one of 'all', 'replicas', got 'some'"):
-        model.register_comm_hook(None, ours, "some")
-    with pytest.raises(ValueError, match="over='replicas' .* has none. Wrap with replication_gr"):
-        model.register_comm_hook(None, ours, over="replicas")
+        raises(error, said, model.register_comm_hook, *given)
     model.module.inner.register_comm_hook(None, ours)
     with pytest.raises(RuntimeError, match="'?the wrapper'? already has a communication hook"):
         model.register_comm_hook(None, ours)
     for state, hook, said in (
         (None, lambda state, bucket: None, "must return a tensor, the mean gradient"),
-        (
-            None,
-            lambda state, bucket: bucket.gradients()[0],
-            "must return this rank's shard, of shape",
-        ),
+        (None, lambda state, bucket: bucket.gradients()[0], "return this rank's shard, of shape"),
         ("group", ours, r"takes no state.*register_comm_hook\(None, bf16_compress_hook\)"),
     ):
-        with pytest.raises((TypeError, ValueError), match=said):
-            backward(state, hook)
+        raises((TypeError, ValueError), said, backward, state, hook)
     for name in ("PowerSGDState", "powerSGD_hook"):
-        with pytest.raises(ImportError, match=f"{name} was removed, .*bf16_compress_hook"):
-            getattr(comm_hooks, name)
+        raises(ImportError, f"{name} was removed, .*bf16_compress_hook", getattr, comm_hooks, name)
     assert not hasattr(comm_hooks, "some_hook")
     backward(None, ours)  # the remedy
 

@@ -42,10 +42,6 @@ def block(size, width=1024, dtype=torch.float32, wide=()):
     ]
 
 
-def names(plan):
-    return [one.name for one in plan]
-
-
 def test_a_plan_for_4096_ranks_is_printed():
     specs, options = block(4096, 8192), FSDPOptions(compute_dtype=bf16)
     plan = plan_gathers(specs, options, world(4096), label="h.0.")
@@ -79,7 +75,7 @@ def test_every_tensor_with_elements_travels_once(size, dtype, backward):
 def test_a_backward_gathers_the_last_tensors_first():
     specs, ranks = block(8), world(8)
     forward, backward = (
-        names(plan_gathers(specs, FSDPOptions(), ranks, backward=backward))
+        [one.name for one in plan_gathers(specs, FSDPOptions(), ranks, backward=backward)]
         for backward in (False, True)
     )
     assert forward == ["small_parameters", "qkv", "out", "up", "down"]
@@ -137,8 +133,7 @@ def test_a_second_copy_is_gathered_among_fewer_ranks():
 def test_reductions_divide_where_it_is_exact(size, replicas, divisors, scale, after):
     ranks, specs = world(size, replicas), block(size)
     divisors = divisors or Divisors.of(ranks, False)
-    trained = {1: torch.float32, 3: bf16, 0: torch.float32}
-    plan = plan_reductions(specs, trained, ranks, divisors)
+    plan = plan_reductions(specs, {1: torch.float32, 3: bf16, 0: torch.float32}, ranks, divisors)
     assert sorted(number for one in plan for number in one.tensors) == [0, 1, 3]
     for one in plan:
         assert (one.scale, one.divide_after) == (scale, after)
@@ -169,6 +164,6 @@ def test_routes_are_those_of_the_slice():
 
 @on_each_rank(2)
 def test_cpu_ranks_have_a_collective_a_tensor(rank):
-    specs = [spec for spec in block(2, 256) if spec.key in ("norm1", "qkv", "out")]
+    specs = [spec for spec in block(2, 256) if spec.key in ("norm1", "qkv", "norm2")]
     plan = plan_gathers(specs, FSDPOptions(), World.current())
-    assert [(one.name, one.waits) for one in plan] == [("norm1", ()), ("qkv", ()), ("out", ())]
+    assert [(one.name, one.waits) for one in plan] == [("norm1", ()), ("qkv", ()), ("norm2", ())]

@@ -1,4 +1,4 @@
-"""Wrapping: policies, names, meta initialisation, groups, models that were moved before."""
+"""Wrapping: policies, names, meta initialisation, values that come with a load, groups, moves."""
 
 import copy
 import functools
@@ -8,21 +8,36 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank
-from test_comm_hooks import hybrid
-from test_special_uses import (
+from on_ranks import on_each_rank, raises, slow
+from safetensors.torch import save_file
+from small_models import (
     WIDTH,
+    Computes,
+    assert_same_backward,
     assert_same_gradients,
+    here,
+    hybrid,
     inputs,
     inputs_of_all,
+    mean_square,
     mlp,
+    of_parameters,
     whole,
     wrapped,
 )
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import full_state_dict
+from xla_fsdp import (
+    defer_init,
+    full_state_dict,
+    fully_shard,
+    load_checkpoint,
+    load_full_state_dict,
+    load_weights,
+    save_checkpoint,
+    scan_blocks,
+)
 from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 from xla_fsdp.wrap import (
     always_wrap_policy,
@@ -65,34 +80,34 @@ def test_policies_choose_submodules():
     assert wrapped_names(model, policy) == ["l.0", "l.1"]
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scales = nn.ParameterDict({"a": nn.Parameter(torch.ones(6))})
-        self.shifts = nn.ParameterList([nn.Parameter(torch.ones(6))])
-        self.layers = nn.ModuleDict({"linear": nn.Linear(6, 6)})
-        self.holder = nn.Module()
-        self.holder.extra = nn.Parameter(torch.ones(6))
+def with_holders():
+    torch.manual_seed(0)
+    scale, shift, extra = (nn.Parameter(torch.ones(6)) for _ in range(3))
+    holder = nn.Module()
+    holder.extra = extra
 
-    def forward(self, x):
+    def compute(self, x):
         x = self.layers["linear"](x) * self.scales["a"]
         return x + self.shifts[0] + self.holder.extra
+
+    children = {
+        "scales": nn.ParameterDict({"a": scale}),
+        "shifts": nn.ParameterList([shift]),
+        "layers": nn.ModuleDict({"linear": nn.Linear(6, 6)}),
+    }
+    return nn.Sequential(Computes(compute, **children, holder=holder), nn.Linear(6, 6))
 
 
 @on_each_rank(2)
 def test_policies_choose_what_has_a_forward(rank):
-    names = wrapped_names(nn.Sequential(Scaled(), nn.Linear(6, 6)), always_wrap_policy)
-    assert names == ["0", "0.layers.linear", "1"]
-    torch.manual_seed(0)
-    plain = nn.Sequential(Scaled(), nn.Linear(6, 6))
-    want = plain(torch.ones(2, 6)).sum().item()
+    assert wrapped_names(with_holders(), always_wrap_policy) == ["0", "0.layers.linear", "1"]
+    want = with_holders()(torch.ones(2, 6)).sum().item()
     for policy in (
         always_wrap_policy,
         functools.partial(size_based_auto_wrap_policy, min_num_params=6),
         lambda module, recurse, unwrapped_params: True,
     ):
-        torch.manual_seed(0)
-        model = FSDP(nn.Sequential(Scaled(), nn.Linear(6, 6)), auto_wrap_policy=policy)
+        model = FSDP(with_holders(), auto_wrap_policy=policy)
         assert model(torch.ones(2, 6).to("xla")).sum().item() == pytest.approx(want, rel=1e-5)
         assert isinstance(model.module[0], FSDP) and isinstance(model.module[1], FSDP)
 
@@ -128,8 +143,7 @@ def test_parameters_keep_their_names(rank):
     assert model.reshard_after_forward is True and model.compute_dtype is None
     with pytest.raises(AttributeError, match="nothing"):
         model.nothing  # noqa: B018
-    with pytest.raises(TypeError, match="module must be a torch.nn.Module, got int"):
-        FSDP(3)
+    raises(TypeError, "module must be a torch.nn.Module, got int", FSDP, 3)
     assert model.params_with_grad == [] and len(model.sharded_params) == 4
     assert model.get_original_names_and_sharded_parameters() == list(model.named_parameters())
     sizes = {name: p.numel() for name, p in model.named_parameters()}
@@ -148,7 +162,7 @@ def test_interleaved_construction_frees_layer_by_layer(rank, device):
         assert all(weight.shape.numel() <= 1 for weight in originals)
     model = FSDP(nn.Sequential(*layers))
     assert sum(p.to_local().numel() for p in model.parameters()) == 3 * (64 * 64 // 2 + 128)
-    assert model(torch.ones(2, 64, device=torch_xla.device())).shape == (2, 64)
+    assert model(torch.ones(2, 64, device="xla")).shape == (2, 64)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +183,7 @@ def test_loads_state_dicts_of_the_intree_class(rank, options):
     saved = {name: value.cpu() for name, value in theirs.state_dict().items()}
     model = wrapped(mlp(), "1", **options)
     model.load_state_dict(saved)
-    ours = whole(model, model.state_dict())
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(ours[name], value)
+    torch.testing.assert_close(whole(model, model.state_dict()), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -200,8 +211,7 @@ def test_meta_modules_are_initialised_a_submodule_at_a_time(rank, flatten):
     if not flatten:
         assert [name for name, _ in wrapper.named_parameters()] == names
         assert 0 < max(held) <= WIDTH * WIDTH + 2 * WIDTH
-        frozen = [n for n, p in wrapper.named_parameters() if not p.requires_grad]
-        assert frozen == ["2.0.weight"]
+        assert [n for n, p in wrapper.named_parameters() if not p.requires_grad] == ["2.0.weight"]
     assert all(p.device.type == "xla" for p in wrapper.parameters())
     full = whole(wrapper, wrapper.state_dict())
     assert torch.equal(full["6.weight"], full["0.0.weight"])
@@ -209,7 +219,7 @@ def test_meta_modules_are_initialised_a_submodule_at_a_time(rank, flatten):
     x = torch.randn(2, WIDTH)
     plain = nn.Sequential(*build(nn.Linear))
     plain.load_state_dict(full)
-    ours = wrapper(x.to(torch_xla.device())).detach().cpu()
+    ours = wrapper(x.to("xla")).detach().cpu()
     torch.testing.assert_close(ours, plain(x).detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -267,8 +277,7 @@ def test_meta_initialisation_misses_values_of_every_dtype(rank):
         for forgotten in ("parameter", "buffer"):
             with torch.device("meta"):
                 model = Forgetful(dtype, forgotten)
-            with pytest.raises(RuntimeError, match=f"not initialize its {forgotten} '{forgotten}'"):
-                FSDP(model)
+            raises(RuntimeError, f"not initialize its {forgotten} '{forgotten}'", FSDP, model)
         if dtype in (torch.float32, torch.int64):  # zeros of any dtype are values
             with torch.device("meta"):
                 model = FSDP(Forgetful(dtype, None))
@@ -280,20 +289,17 @@ def test_sharding_groups_without_replicas(rank):
     options = hybrid(rank)
     del options["replication_groups"]
     plain, model = mlp(), wrapped(mlp(), "1", **options)
-    model(inputs(rank).to(torch_xla.device())).square().mean().backward()
-    mine = range(2 * (rank // 2), 2 * (rank // 2) + 2)
-    plain(torch.cat([inputs(r) for r in mine])).square().mean().backward()
+    mean_square(model, here(rank)).backward()
+    mine = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+    mean_square(plain, torch.cat([inputs(r) for r in range(4)][mine])).backward()
     norm = model.clip_grad_norm_(0.01)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     torch_xla.sync()
     torch.testing.assert_close(norm.cpu(), expected)
-
     grads = {n: p.grad.cpu() for n, p in model.named_parameters()}
-    everyone = xm.mesh_reduce("grads", grads, lambda values: values)
-    group = everyone[2 * (rank // 2) : 2 * (rank // 2) + 2]
+    group = xm.mesh_reduce("grads", grads, list)[mine]
     ours = consolidate_sharded_state_dicts(group, model.get_shard_metadata())
-    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(ours, of_parameters(plain), rtol=1e-4, atol=1e-7)
 
 
 @on_each_rank(3)
@@ -302,9 +308,9 @@ def test_gradient_divide_factors(rank):
     model = wrapped(mlp(), "1")
     assert model.gradient_predivide_factor * model.gradient_postdivide_factor == world
     model.set_gradient_divide_factors(2.0, 0.5, recursive=True)
-    model(inputs(rank).to(torch_xla.device())).square().mean().backward()
+    mean_square(model, here(rank)).backward()
     plain = mlp()
-    plain(inputs_of_all()).square().mean().backward()
+    mean_square(plain, inputs_of_all()).backward()
     for parameter in plain.parameters():
         parameter.grad *= world
     assert_same_gradients(model, plain)
@@ -321,7 +327,7 @@ def test_clipping_over_two_worlds(rank):
     alone = {"sharding_groups": [[0], [1]], "sharding_rank": 0, "sharding_world_size": 1}
     model[1] = FSDP(model[1], **alone)
     model = FSDP(model)
-    model(inputs(0).to(torch_xla.device())).square().mean().backward()
+    mean_square(model, here(0)).backward()
     plain(inputs(0)).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     torch.testing.assert_close(model.clip_grad_norm_(1e9).cpu(), expected, rtol=1e-4, atol=1e-6)
@@ -332,13 +338,10 @@ def test_clipping_edges(rank):
     model = wrapped(mlp(), "1")
     assert model.clip_grad_norm_(1.0).item() == 0
     for wrong, message in ((0, "max_norm must be positive, got 0"), (-1, "got -1")):
-        with pytest.raises(ValueError, match=message):
-            model.clip_grad_norm_(wrong)
-    with pytest.raises(ValueError, match="norm_type must be positive, got -2"):
-        model.clip_grad_norm_(1.0, norm_type=-2)
-    model(inputs(0).to(torch_xla.device())).square().mean().backward()
+        raises(ValueError, message, model.clip_grad_norm_, wrong)
+    raises(ValueError, "norm_type must be positive, got", model.clip_grad_norm_, 1.0, norm_type=-2)
     plain = mlp()
-    plain(inputs(0)).square().mean().backward()
+    assert_same_backward(model, plain, rank)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9, 3)
     for options in ({}, {"groups": [[0, 1, 2]]}):
         ours = model.clip_grad_norm_(1e9, 3, **options)
@@ -364,34 +367,27 @@ def tokens(rank: int) -> torch.Tensor:
     return torch.randint(9, (5, 2), generator=torch.Generator().manual_seed(rank))
 
 
-def train(model: nn.Module, loss) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), 0.3)
-    losses = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        value = loss(model)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses
-
-
 @on_each_rank(2)
 def test_moved_then_wrapped(rank):
+    def trained(model, batch):
+        optimizer = torch.optim.SGD(model.parameters(), 0.3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            mean_square(model, batch).backward()
+            optimizer.step()
+
     plain = Tied()
-    expected = train(
-        plain, lambda model: sum(model(tokens(n)).square().mean() for n in range(2)) / 2
-    )
+    trained(plain, torch.cat([tokens(n) for n in range(2)], dim=1))
+    assert not torch.equal(plain.head.weight, Tied().head.weight)
     for options in ({}, {"flatten_parameters": True}):
-        model = Tied().to(torch_xla.device())
+        model = Tied().to("xla")
         assert model.head.weight is model.embed.weight
         assert model.second._flat_weights[1] is model.first.weight_hh_l0
         assert len(list(model.parameters())) == len(list(plain.parameters()))
         model = FSDP(model, **options)
-        train(model, lambda model: model(tokens(rank).to("xla")).square().mean())
+        trained(model, tokens(rank).to("xla"))
         for name, value in full_state_dict(model).items():
             torch.testing.assert_close(value.cpu(), plain.state_dict()[name], rtol=1e-4, atol=1e-5)
-    assert expected[0] > expected[-1]
 
 
 @on_each_rank(1)
@@ -401,7 +397,7 @@ def test_other_moves_are_those_of_torch(rank):
     assert model.to(torch.float64) is model and model.head.weight is weight is model.embed.weight
     alike = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     alike[1].load_state_dict(copy.deepcopy(alike[0].state_dict()))
-    alike.to(torch_xla.device())
+    alike.to("xla")
     assert alike[0].weight is not alike[1].weight
     scripted = torch.jit.script(nn.Sequential(nn.Linear(3, 3)))
     assert scripted.to(torch.float64)[0].weight.dtype == torch.float64
@@ -411,10 +407,9 @@ def test_other_moves_are_those_of_torch(rank):
 def test_an_optimizer_made_before_the_wrapping(rank):
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model = FSDP(model.to(torch_xla.device()))
-    model(tokens(rank).to(torch_xla.device())).sum().backward()
-    with pytest.raises(RuntimeError, match=r"made before module.*shape \[9, 6\] on cpu"):
-        optimizer.step()
+    model = FSDP(model.to("xla"))
+    model(tokens(rank).to("xla")).sum().backward()
+    raises(RuntimeError, r"made before module.*shape \[9, 6\] on cpu", optimizer.step)
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()  # it has what to train
@@ -426,12 +421,12 @@ def test_hooks_and_attributes_stay(rank):
     model.weight.register_hook(lambda grad: grad * 5)
     handle = model.bias.register_post_accumulate_grad_hook(lambda bias: calls.append(bias))
     model.weight.no_decay = True
-    model.to(torch_xla.device())
-    model(torch.ones(1, 2).to(torch_xla.device())).sum().backward()
+    model.to("xla")
+    model(torch.ones(1, 2).to("xla")).sum().backward()
     assert model.weight.no_decay and model.weight.grad.flatten().tolist() == [5.0] * 4
     assert len(calls) == 1 and calls[0] is model.bias
     handle.remove()
-    model(torch.ones(1, 2).to(torch_xla.device())).sum().backward()
+    model(torch.ones(1, 2).to("xla")).sum().backward()
     assert len(calls) == 1
 
 
@@ -442,7 +437,7 @@ import xla_fsdp
 model = torch.nn.Module()
 model.a, model.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
 model.b.weight = model.a.weight
-model.to(torch_xla.device())
+model.to("xla")
 assert model.a.weight is model.b.weight
 """
 
@@ -450,3 +445,164 @@ assert model.a.weight is model.b.weight
 def test_from_the_import_on(run_script):
     done = run_script(BEFORE_ANY_NAME, env={"PJRT_DEVICE": "CPU"})
     assert done.returncode == 0, done.stderr
+
+
+class Conv1D(nn.Module):
+    """As in GPT-2: a linear layer with a transposed weight, and no ``reset_parameters``."""
+
+    def __init__(self, out, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, out).normal_(std=0.3))
+        self.bias = nn.Parameter(torch.zeros(out))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(13)
+        self.embed = nn.Linear(WIDTH, 5, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(Conv1D(WIDTH, 5), nn.Tanh(), Conv1D(5, WIDTH)) for _ in range(2)
+        )
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 5))
+        self.head = nn.Linear(5, WIDTH)
+        self.back = nn.Linear(WIDTH, 5, bias=False)
+        self.back.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.back(self.head(x * self.scale))
+
+
+MISSING = ["head.weight", "head.bias"]
+
+
+def built(kind):
+    with torch.device("meta"):
+        model = Model()
+    if kind == "nested":
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = FSDP(block, param_init_fn=defer_init)
+    return FSDP(model, param_init_fn=defer_init, flatten_parameters=kind == "flat")
+
+
+def raises_naming(names, absent, doing="the first forward", call=None):
+    with pytest.raises(RuntimeError, match=f"{doing} was called before") as caught:
+        call()
+    for name in names:
+        assert repr(name) in str(caught.value), (name, str(caught.value))
+    for name in absent:
+        assert repr(name) not in str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [2, slow(4)])
+@on_each_rank(timeout=1500)
+def test_values_come_with_a_load_or_are_missed(rank, tmp_path):
+    plain = Model()
+    state = {n: v.clone() for n, v in plain.state_dict().items() if n != "back.weight"}
+    if rank == 0:
+        save_file(state, f"{tmp_path}/model.safetensors")
+        part = {name: value for name, value in state.items() if not name.startswith("head")}
+        save_file(part, f"{tmp_path}/part.safetensors")
+    saved = save_checkpoint(f"{tmp_path}/run", FSDP(Model()), step=1)
+    shards = {kind: FSDP(Model(), flatten_parameters=kind == "flat") for kind in ("root", "flat")}
+    every = torch.cat([inputs(r) for r in range(xr.world_size())])
+    plain(every).square().mean().backward()
+    x = here(rank)
+    for kind in ("root", "nested", "flat"):
+        model = built(kind)
+        names = ["embed.weight", "blocks.0.0.weight", "head.bias", "scale"]
+        for doing, call in (
+            ("the first forward", lambda m=model: m(x)),
+            ("saving", lambda m=model: save_checkpoint(f"{tmp_path}/none", m, step=1)),
+            ("full_state_dict", lambda m=model: full_state_dict(m)),
+            (r"state_dict\(\)", lambda m=model: m.state_dict()),
+            ("clip_grad_norm_", lambda m=model: m.clip_grad_norm_(1.0)),
+        ):
+            raises_naming(names[:3], [], doing, call)
+        every = torch.optim.SGD(model.parameters(), lr=0.1)
+        raises_naming([names[0], names[2]], [], r"SGD.step\(\)", every.step)
+        model = copy.deepcopy(model).double().float()
+        raises_naming(names[:3], [], call=lambda m=model: m(x))
+        loaded = load_weights(model, f"{tmp_path}/part.safetensors", strict=False)
+        assert loaded.missing_keys == MISSING
+        raises_naming(MISSING, names[:2] + ["scale"], call=lambda m=model: m(x))
+        if kind == "nested":  # the rest by hand
+            with FSDP.summon_full_params(model), torch.no_grad():
+                model.head.weight.copy_(state["head.weight"])
+                model.head.bias.copy_(state["head.bias"])
+        elif kind == "flat":
+            load_weights(model, tmp_path)
+        else:
+            load_checkpoint(saved, model)
+        model(x).square().mean().backward()
+        assert_same_gradients(model, plain)
+    for kind in ("root", "flat"):
+        model = built(kind)
+        model.load_state_dict(shards[kind].state_dict())
+        assert torch.equal(model(x).cpu(), shards[kind](x).cpu())
+    model = built("nested")
+    load_full_state_dict(model, state if rank == 0 else None)
+    found = whole(model, model.state_dict())
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    model(x)
+
+
+@on_each_rank(2, timeout=1500)
+def test_buffers_that_no_checkpoint_has(rank):
+    def positions(device):
+        with torch.device(device):
+            weight = nn.Parameter(torch.ones(WIDTH))
+            module = Computes(lambda self, x: x * self.weight + self.steps, weight=weight)
+            module.register_buffer("steps", torch.arange(WIDTH).float(), persistent=False)
+        return nn.Sequential(module)
+
+    def loaded(init):
+        model = FSDP(positions("meta"), param_init_fn=init)
+        load_full_state_dict(model, {"0.weight": torch.ones(WIDTH)})
+        return model
+
+    expected = positions("cpu")(inputs(rank))
+    model = loaded(defer_init)
+    raises(RuntimeError, "before '0.steps' had values.* no checkpoint contains", model, here(rank))
+    with FSDP.summon_full_params(model):
+        model.module[0].steps.copy_(torch.arange(WIDTH).float())
+    assert torch.equal(model(here(rank)).cpu(), expected)
+
+    def init(module):
+        defer_init(module)
+        module.steps = torch.arange(WIDTH).float()
+
+    assert torch.equal(loaded(init)(here(rank)).cpu(), expected)
+
+
+@on_each_rank(2, timeout=1500)
+def test_values_of_scanned_blocks_come_with_a_load(rank):
+    def model(device, **options):
+        torch.manual_seed(3)
+        with torch.device(device):
+            blocks = [nn.Sequential(Conv1D(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+        return blocks if not options else FSDP(nn.Sequential(scan_blocks(blocks, **options)))
+
+    plain = nn.Sequential(*model("cpu"))
+    sharded = model("meta", param_init_fn=defer_init)
+    x = inputs(rank)
+    for one in (sharded, copy.deepcopy(sharded)):
+        raises_naming(["0.0.0.weight"], [], r"state_dict\(\)", one.state_dict)
+    with torch.device("meta"):
+        in_place = fully_shard(nn.Linear(WIDTH, 5), param_init_fn=defer_init)
+    for one in (in_place, in_place.bfloat16(), copy.deepcopy(in_place)):
+        raises_naming(["weight", "bias"], [], r"state_dict\(\)", one.state_dict)
+    raises_naming(["0.0.0.weight", "0.2.0.bias"], [], call=lambda: sharded(x.to("xla")))
+    state = {f"0.{name}": value for name, value in plain.state_dict().items()}
+    part = {name: value for name, value in state.items() if not name.startswith("0.1")}
+    load_full_state_dict(sharded, part, strict=False)
+    raises_naming(["0.1.0.weight", "0.1.0.bias"], ["0.0.0.weight"],
+                  call=lambda: sharded(x.to("xla")))  # fmt: skip
+    load_full_state_dict(sharded, state)
+    torch.testing.assert_close(sharded(x.to("xla")).cpu(), plain(x), rtol=1e-4, atol=1e-5)

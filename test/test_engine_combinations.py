@@ -1,8 +1,6 @@
 """Combinations of the engine's settings train like plain torch in one process on the global batch.
 
-A cell is a form of wrapping, when parameters are freed, how they are cut, and up to two uses. The
-default suite has cells that cover every setting, ``make test-slow`` every pair of settings, and
-``make test-all`` the full product. What is not possible together raises at construction.
+A cell is a form of wrapping, when parameters are freed, how they are cut, and up to two uses.
 """
 
 import contextlib
@@ -17,7 +15,8 @@ import torch
 import torch.nn.functional as F
 import torch_xla.runtime as xr
 from covering import covering, pairs_of
-from on_ranks import finish_step, on_each_rank
+from on_ranks import finish_step, on_each_rank, raises
+from small_models import WORDS, Block, Language, of_parameters
 from torch import nn
 
 import xla_fsdp
@@ -62,37 +61,10 @@ COVERING = covering(LEGAL, shown_by)
 SINGLY = covering(COVERING, lambda cell: {"bf16"} if "bf16" in cell else set(cell))
 
 
-WIDTH, WORDS, BLOCKS, STEPS = 12, 11, 2, 2
+STEPS = 2
 GLOBAL_BATCH = 16
 RATE, CLIP = 0.5, 0.4
 MESH = [[0, 1], [2, 3]]
-
-
-class Block(nn.Module):
-    """Parameters that do not divide, and one that has no dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.gate = nn.Linear(WIDTH, 7), nn.Linear(WIDTH, 7)
-        self.down = nn.Linear(7, WIDTH)
-        self.gain = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
-        return x + self.gain * self.down(F.gelu(self.up(y)) * torch.tanh(self.gate(y)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks: nn.Module = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.embed(tokens))))
 
 
 def ranks_for(cell: Cell) -> int:
@@ -100,9 +72,9 @@ def ranks_for(cell: Cell) -> int:
     return 4 if "hybrid" in cell or "hpz" in cell else 2
 
 
-def build(uses: Iterable[str]) -> Model:
+def build(uses: Iterable[str]) -> Language:
     torch.manual_seed(3)
-    model = Model()
+    model = Language()
     if "shared" in uses:  # inside a unit, and between two
         model.head.weight = model.embed.weight
         for block in model.blocks:
@@ -115,8 +87,7 @@ def build(uses: Iterable[str]) -> Model:
 
 def batches(uses: Iterable[str]) -> list[tuple[torch.Tensor, ...]]:
     generator = torch.Generator().manual_seed(5)
-    size = (STEPS, GLOBAL_BATCH, 3)
-    tokens = torch.randint(WORDS, size, generator=generator)
+    tokens = torch.randint(WORDS, (STEPS, GLOBAL_BATCH, 3), generator=generator)
     return [step.chunk(2 if "no_sync" in uses else 1) for step in tokens]
 
 
@@ -145,12 +116,7 @@ def expected(uses: tuple[str, ...]) -> dict[str, Any]:
             loss.backward()
             total += loss.item()
         found["losses"].append(total)
-        found["gradients"].append(
-            {
-                name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for name, p in model.named_parameters(remove_duplicate=False)
-            }
-        )
+        found["gradients"].append({n: grad.clone() for n, grad in of_parameters(model).items()})
         found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -286,9 +252,8 @@ def check(run_ranks, cells: list[Cell]) -> None:
 def test_the_cells_cover_every_pair_that_is_possible():
     covered = set().union(*map(shown_by, COVERING))
     axes = [FORMS, FREEING, CUTS]
-    possible = {
-        pair for a, b in itertools.combinations(axes, 2) for pair in itertools.product(a, b)
-    }
+    pairs = itertools.combinations(axes, 2)
+    possible = {pair for a, b in pairs for pair in itertools.product(a, b)}
     possible |= set(itertools.product(itertools.chain(*axes), (*USES, "plain")))
     possible |= set(itertools.combinations(USES, 2))
     assert covered == possible - NOT_TOGETHER.keys()
@@ -324,8 +289,6 @@ def test_what_is_not_possible_together_raises(rank: int):
 
 @on_each_rank(4)
 def test_what_contradicts_itself_raises(rank: int):
-    """Other spellings of the same, and values of the settings that do not go together."""
-
     def scan(change=lambda one, other: None, **options):
         pair = [Block(), Block()]
         change(*pair)
@@ -392,5 +355,4 @@ def test_what_contradicts_itself_raises(rank: int):
          "Pass the same cpu_offload to both"),
     ]:  # fmt: skip
         for make in makes:
-            with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):
-                make(**options)
+            raises((ValueError, RuntimeError), re.escape(text), make, **options)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, slow
+from small_models import Computes
 from torch import nn
 from torch.nn.modules.rnn import GRU  # torch_xla replaces nn.GRU by one that needs a device
 
@@ -33,59 +34,47 @@ class Scale(torch.autograd.Function):
         return grad @ weight, grad.t() @ x
 
 
-class Weighted(nn.Module):
-    def __init__(self, compute):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(ROWS, COLUMNS) * 0.1)
-        self.compute = compute
-
-    def forward(self, x):
-        return self.compute(x, self.weight)
+def weighted(compute):
+    weight = nn.Parameter(torch.randn(ROWS, COLUMNS) * 0.1)
+    return Computes(lambda self, x: compute(x, self.weight), weight=weight)
 
 
-class Called(nn.Module):
-    def __init__(self, make, call):
-        super().__init__()
-        self.inner, self.call = make(), call
-
-    def forward(self, x):
-        return self.call(self.inner, x)
+def called(make, call):
+    return Computes(lambda self, x: call(self.inner, x), inner=make())
 
 
-class Autocast(nn.Module):
+def autocast(make, *arguments):
     """Casts inside of operators, where no Python is."""
 
-    def __init__(self, make, *arguments):
-        super().__init__()
-        self.inner = make(*arguments)
-
-    def forward(self, x):
+    def compute(self, x):
         with torch.autocast("xla", dtype=torch.bfloat16):
             return self.inner(x).float()
 
+    return Computes(compute, inner=make(*arguments))
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(ROWS, COLUMNS)
-        self.head = nn.Linear(COLUMNS, ROWS, bias=False)
-        self.head.weight = self.embed.weight
 
-    def forward(self, x):
+def tied():
+    def compute(self, x):
         return self.head(x * self.embed((x[:, 0].abs() * 7).long() % ROWS))
 
+    embed, head = nn.Embedding(ROWS, COLUMNS), nn.Linear(COLUMNS, ROWS, bias=False)
+    head.weight = embed.weight
+    return Computes(compute, embed=embed, head=head)
 
-class Lora(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(COLUMNS, ROWS).requires_grad_(False)
-        self.down, self.up = nn.Linear(COLUMNS, 4), nn.Linear(4, ROWS)
 
-    def forward(self, x):
+def lora():
+    def compute(self, x):
         x = x.bfloat16()
         y = F.linear(x, self.base.weight.to(x.dtype), self.base.bias.to(x.dtype))
         down, up = (one.weight.to(x.dtype) for one in (self.down, self.up))
         return (y + x @ down.mT @ up.mT).float()
+
+    base = nn.Linear(COLUMNS, ROWS).requires_grad_(False)
+    return Computes(compute, base=base, down=nn.Linear(COLUMNS, 4), up=nn.Linear(4, ROWS))
+
+
+def linear_and_view(x, w):
+    return x @ w.t() + (x @ w.view(8, 6, -1)[1].mT).sum()
 
 
 WEIGHTED = {
@@ -106,40 +95,34 @@ WEIGHTED = {
     "queries": lambda x, w: F.scaled_dot_product_attention(w[None, :6], x[None], x[None])[0],
     "twice": lambda x, w: F.linear(x, w) * (x @ w.t()),
 }
-MODELS = {name: (Weighted, compute) for name, compute in WEIGHTED.items()} | {
+MODELS = {name: (weighted, compute) for name, compute in WEIGHTED.items()} | {
     "attention": (
-        Called,
+        called,
         lambda: nn.MultiheadAttention(COLUMNS, 4, batch_first=True),
         lambda attend, x: attend(x[None], x[None], x[None], need_weights=False)[0],
     ),
-    "lstm": (Called, lambda: nn.LSTM(COLUMNS, 16, batch_first=True), lambda m, x: m(x[None])[0]),
-    "gru": (Called, lambda: GRU(COLUMNS, 16, batch_first=True), lambda m, x: m(x[None])[0]),
-    "conv": (Called, lambda: nn.Conv1d(COLUMNS, ROWS, 3, padding=1), lambda c, x: c(x.t()[None])),
+    "lstm": (called, lambda: nn.LSTM(COLUMNS, 16, batch_first=True), lambda m, x: m(x[None])[0]),
+    "gru": (called, lambda: GRU(COLUMNS, 16, batch_first=True), lambda m, x: m(x[None])[0]),
+    "conv": (called, lambda: nn.Conv1d(COLUMNS, ROWS, 3, padding=1), lambda c, x: c(x.t()[None])),
     "embedding": (
-        Called,
+        called,
         lambda: nn.Embedding(ROWS, COLUMNS),
         lambda table, x: table((x[:, 0].abs() * 7).long() % ROWS) * x,
     ),
-    "tied": (Tied,),
-    "lora": (Lora,),
+    "tied": (tied,),
+    "lora": (lora,),
     "checkpointed": (
-        Called,
+        called,
         lambda: checkpoint_module(
             nn.Sequential(nn.Linear(COLUMNS, ROWS), nn.Tanh(), nn.Linear(ROWS, COLUMNS))
         ),
         lambda module, x: module(x),
     ),
-    "autocast of views": (
-        Autocast,
-        Weighted,
-        lambda x, w: x @ w.t() + (x @ w.view(8, 6, -1)[1].mT).sum(),
-    ),
-    "autocast": (Autocast, Weighted, WEIGHTED["linear"]),
+    "autocast of views": (autocast, weighted, linear_and_view),
+    "autocast": (autocast, weighted, WEIGHTED["linear"]),
 }
-MODELS |= {
-    f"autocast, {name}": (Autocast, *MODELS[name])
-    for name in ("conv", "chunks", "einsum", "norm", "lora")
-}
+FURTHER = ("conv", "chunks", "einsum", "norm", "lora")
+MODELS |= {f"autocast, {name}": (autocast, *MODELS[name]) for name in FURTHER}
 LOOSE = {"cast", "lora"} | {name for name in MODELS if name.startswith("autocast")}
 
 
@@ -170,9 +153,7 @@ def built(factory, arguments, frozen, **options):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "gru" else n for n in MODELS]
-)
+@pytest.mark.parametrize("name", [slow(n) if n == "gru" else n for n in MODELS])
 @on_each_rank(2)
 def test_saved_parameters_are_freed_and_rebuilt(rank, name, frozen):
     factory, *arguments = MODELS[name]
@@ -201,8 +182,7 @@ def test_saved_parameters_are_freed_and_rebuilt(rank, name, frozen):
 @on_each_rank(2)
 def test_zero2_keeps_parameters_until_the_backward(rank):
     """The check above can fail: with reshard_after_forward=False it sees the full parameter."""
-    arguments = [WEIGHTED["linear"]]
-    plain, model, x = built(Weighted, arguments, False, reshard_after_forward=False)
+    plain, model, x = built(weighted, [WEIGHTED["linear"]], False, reshard_after_forward=False)
     large = max(p.numel() for p in plain.parameters())
     _, alive, after = full_sized(model, x.to("xla").requires_grad_(), large)
     assert alive > 0 and after == 0

@@ -8,7 +8,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
-from test_comm_hooks import hybrid
+from small_models import hybrid
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from wrappings import KINDS, assert_equal, mean_loss, plain_zoo, stacked, step, zoo
 

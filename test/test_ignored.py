@@ -1,20 +1,22 @@
 """ignored_modules and ignored_parameters: whole on every rank, and treated right everywhere."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises
 from rank_warnings import every_rank_warns
 from safetensors.torch import save_file
-from test_special_uses import WIDTH, inputs, trace_as_on_tpu, whole
+from small_models import WIDTH, here, inputs, mean_square, trace_as_on_tpu, whole
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import full_state_dict, load_checkpoint, load_weights, save_checkpoint
 from xla_fsdp.consolidate.__main__ import main
+from xla_fsdp.wrap import transformer_auto_wrap_policy
 
 
 class Model(nn.Module):
@@ -37,18 +39,13 @@ class Model(nn.Module):
 
 def built(kind: str):
     model = Model()
-    ignored = {
-        "ignored_modules": [model.frozen, model.adapter],
-        "ignored_parameters": [model.scale],
-    }
+    ignored = {"ignored_modules": [model.frozen, model.adapter]}
+    ignored["ignored_parameters"] = [model.scale]
     if kind == "states":
         ignored = {"ignored_states": iter([model.frozen, model.adapter, model.scale])}
     if kind == "auto":
-        return FSDP(
-            model,
-            auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, nn.Linear),
-            **ignored,
-        )
+        classes = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
+        return FSDP(model, auto_wrap_policy=classes, **ignored)
     if kind in ("nested", "states"):
         model.first = FSDP(model.first)
     return FSDP(model, flatten_parameters=kind == "flat", **ignored)
@@ -113,21 +110,17 @@ def test_training_is_that_of_plain_torch(rank, kind):
         assert all(dict(model.named_parameters())[name] is p for name, p in before.items())
         found = whole(model, model.state_dict())
         full = full_state_dict(model, rank0_only=False)
-        assert full.keys() == found.keys() == plain.state_dict().keys()
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
-            assert torch.equal(full[name], found[name])
+        torch.testing.assert_close(found, plain.state_dict(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(full, found, rtol=0, atol=0)
 
 
 @on_each_rank(2)
 def test_a_nan_of_one_rank_is_in_the_norm_of_all(rank):
     model = built("nested")
-    model(inputs(rank).to("xla")).square().mean().backward()
+    mean_square(model, here(rank)).backward()
     grad = model.scale.grad
     if rank == 1:
-        model.scale.grad = grad = grad.clone().index_fill_(
-            0, torch.tensor([1]).to("xla"), torch.nan
-        )
+        model.scale.grad = grad.clone().index_fill_(0, torch.tensor([1]).to("xla"), torch.nan)
     grad = model.scale.grad
     norms = [torch.linalg.vector_norm(grad, order) for order in (2, torch.inf)]
     found = [torch.max(grad), *norms, model.clip_grad_norm_(1.0, torch.inf)]
@@ -137,7 +130,7 @@ def test_a_nan_of_one_rank_is_in_the_norm_of_all(rank):
 def states(rank, folder):
     def trained(model):
         optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
-        model(inputs(0).to("xla")).square().mean().backward()
+        mean_square(model, here(0)).backward()
         model.average_ignored_gradients()
         optimizer.step()
         torch_xla.sync()
@@ -153,8 +146,7 @@ def states(rank, folder):
         for parameter in other.parameters():
             parameter.zero_()
     load_checkpoint(saved, other, fresh)
-    for name, value in full_state_dict(other, rank0_only=False).items():
-        assert torch.equal(value, full[name]), (name, value, full[name])
+    torch.testing.assert_close(full_state_dict(other, rank0_only=False), full, rtol=0, atol=0)
     state, expected = fresh.state[other.scale], optimizer.state[model.scale]
     assert torch.equal(state["momentum_buffer"].cpu(), expected["momentum_buffer"].cpu())
     if rank == 0:
@@ -164,8 +156,7 @@ def states(rank, folder):
     assert torch.equal(model.adapter.bias.cpu(), full["adapter.bias"] + 1)
     with FSDP.summon_full_params(model):
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        plain = {name: p.shape for name, p in Model().named_parameters()}
-        assert shapes == plain
+        assert shapes == {name: p.shape for name, p in Model().named_parameters()}
         with torch.no_grad():
             model.adapter.bias.zero_()
             model.second[0].bias.zero_()
@@ -174,7 +165,7 @@ def states(rank, folder):
     assert torch.equal(found["scale"], full["scale"] + 1)
     copied = copy.deepcopy(model)
     with every_rank_warns(rank, None):
-        copied(inputs(rank).to("xla"))
+        copied(here(rank))
     narrow = Model()
     narrow = FSDP(
         narrow, ignored_modules=nn.ModuleList([narrow.frozen]), compute_dtype=torch.bfloat16,
@@ -189,8 +180,7 @@ def states(rank, folder):
 def consolidated(rank, folder, full):
     model = built("nested")
     load_checkpoint(f"{folder}/run", model)
-    for name, value in full_state_dict(model, rank0_only=False).items():
-        assert torch.equal(value, full[name]), (name, value, full[name])
+    torch.testing.assert_close(full_state_dict(model, rank0_only=False), full, rtol=0, atol=0)
 
 
 def test_what_goes_in_and_out_of_files(run_ranks, tmp_path):
@@ -206,8 +196,7 @@ def test_what_goes_in_and_out_of_files(run_ranks, tmp_path):
 def test_what_cannot_be_ignored_is_refused(rank):
     def refused(error, match, make=Model, **options):
         model = make()
-        with pytest.raises(error, match=match):
-            FSDP(model, **{name: give(model) for name, give in options.items()})
+        raises(error, match, FSDP, model, **{name: give(model) for name, give in options.items()})
 
     refused(TypeError, "ignored_modules must be an iterable of torch.nn.Module, got Linear",
             ignored_modules=lambda m: m.adapter)  # fmt: skip

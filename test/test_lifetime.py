@@ -1,8 +1,4 @@
-"""A model that nothing refers to is gone, with all it held on the device, without a collection.
-
-Otherwise the next one, in the next cell of a notebook, would find its memory taken; and what is
-left pending of it would be part of the programs of some processes, and not of others.
-"""
+"""A model that nothing refers to is gone, with all it held on the device, without a collection."""
 
 import contextlib
 import copy

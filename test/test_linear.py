@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 from on_ranks import on_each_rank
-from test_special_uses import trace_as_on_tpu
+from small_models import Computes, trace_as_on_tpu
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -85,8 +85,7 @@ def test_a_recomputed_block_uses_what_a_layer_narrows_first(rank, inner, outer, 
     """How many the backward puts around the gradient of what a linear layer returns, where weights
     count as large and where they do not; and what it gives."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(inner, outer))
-    state, counts, gradients = plain.state_dict(), [], []
+    state, counts, gradients = nn.Sequential(nn.Linear(inner, outer)).state_dict(), [], []
     for large in (1, 1 << 21):
         with keeping(), mock.patch("xla_fsdp.layers.linear.LARGE", large):
             block = nn.Sequential(nn.Linear(inner, outer))
@@ -117,14 +116,12 @@ def test_nothing_is_flattened(rank):
     assert "[32,128]" not in hlo and "[32,256]" not in hlo
 
 
-class Queries(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.queries = nn.Parameter(torch.randn(1, 5, 8))
-        self.narrow = nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.narrow(self.queries).sum() + x.sum()
+def queries():
+    return Computes(
+        lambda self, x: self.narrow(self.queries).sum() + x.sum(),
+        queries=nn.Parameter(torch.randn(1, 5, 8)),
+        narrow=nn.Linear(8, 4),
+    )
 
 
 def saved_parameters(kind, *shape):
@@ -207,7 +204,7 @@ class Attention(nn.Module):
 @on_each_rank(1)
 def test_autograd_keeps_no_parameters(rank):
     for kind, given, weights in (
-        (Queries, (1,), {(1, 5, 8)}),
+        (queries, (1,), {(1, 5, 8)}),
         (Attention, (2, 5, 16), {(4, 6, 16), (2, 6, 16), (16, 4, 6)}),
     ):
         found = saved_parameters(kind, *given)
@@ -249,27 +246,18 @@ def test_a_step(rank, how, bias, frozen):
     torch.testing.assert_close(whole, plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
-NAMES = [
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    ("query", "key", "value", "dense"),
-    ("first", "second", "third", "o_proj"),
-    ("q_proj", "k_proj", "v_proj", "proj"),
-]
+OWN = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @pytest.mark.parametrize(
     "names,heads,made,taken",
     [
-        (NAMES[0], {"head_dim": 6}, True, True),
-        (NAMES[1], {"attention_head_size": 6}, True, True),
-        (NAMES[2], {"head_dim": 6}, False, True),
-        (NAMES[3], {"head_dim": 6}, True, False),
-        (NAMES[0], {"other": 6}, False, False),
-        (NAMES[0], {"head_dim": 5}, False, False),
-        (NAMES[0], {"head_dim": 0}, False, False),
-        (NAMES[0], {"head_dim": -6}, False, False),
-        (NAMES[0], {"head_dim": True}, False, False),
-        (NAMES[0], {"head_dim": "6"}, False, False),
+        (OWN, {"head_dim": 6}, True, True),
+        (("query", "key", "value", "dense"), {"attention_head_size": 6}, True, True),
+        (("first", "second", "third", "o_proj"), {"head_dim": 6}, False, True),
+        (("q_proj", "k_proj", "v_proj", "proj"), {"head_dim": 6}, True, False),
+        (OWN, {"other": 6}, False, False),
+        *((OWN, {"head_dim": wrong}, False, False) for wrong in (5, 0, -6, True, "6")),
     ],
 )
 @on_each_rank(1)
@@ -280,10 +268,11 @@ def test_heads_are_made_and_taken_in_the_products(rank, names, heads, made, take
     with torch.no_grad():
         hlo = torch_xla._XLAC._get_xla_tensors_hlo([model(x)])
     torch_xla.sync()
-    found = re.findall(r"f32\[([\d,]+)\]\S* dot\(f32\[([\d,]+)\]", hlo)
-    assert found
-    found = {tuple(shape) for shape in found}
-    assert (("2,5,4,6", "2,5,16") in found) == made
-    assert (("2,5,24", "2,5,16") in found) != made
-    assert (("2,5,16", "2,5,4,6") in found) == taken
-    assert (("2,5,16", "2,5,24") in found) != taken
+    found = set(re.findall(r"f32\[([\d,]+)\]\S* dot\(f32\[([\d,]+)\]", hlo))
+    for made_of, x_of, expected in (
+        ("2,5,4,6", "2,5,16", made),
+        ("2,5,24", "2,5,16", not made),
+        ("2,5,16", "2,5,4,6", taken),
+        ("2,5,16", "2,5,24", not taken),
+    ):
+        assert ((made_of, x_of) in found) == expected

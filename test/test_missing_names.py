@@ -87,8 +87,7 @@ def imports():
         with without(owner, name):
             before = state()
             try:
-                part = importlib.import_module(f"xla_fsdp.integrations.{integration}")
-                part.install()
+                importlib.import_module(f"xla_fsdp.integrations.{integration}").install()
             except ImportError as error:
                 assert type(error).__name__ == "MissingNamesError" and name in str(error), error
                 assert "pip install 'xla_fsdp[" in str(error)
@@ -101,8 +100,7 @@ def imports():
 
 def save_and_generate(rank, folder):
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
-    inner = transformers.GPT2LMHeadModel(config)
-    model = xla_fsdp.XlaFullyShardedDataParallel(inner)
+    model = xla_fsdp.XlaFullyShardedDataParallel(transformers.GPT2LMHeadModel(config))
     raised = []
     for call in (
         lambda: model.module.save_pretrained(folder),

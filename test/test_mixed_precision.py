@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-import torch_xla.runtime as xr
-from on_ranks import on_each_rank
-from test_special_uses import WIDTH, gradients, inputs, trace_as_on_tpu
+from on_ranks import on_each_rank, raises, slow
+from small_models import WIDTH, gradients, here, inputs, inputs_of_all, mean_square, trace_as_on_tpu
 from torch import nn
 
 from xla_fsdp import MixedPrecision, full_state_dict, scan_blocks
@@ -47,17 +46,16 @@ def built(inner: dict[str, Any], outer: dict[str, Any]):
 
 
 def ran(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-    model(inputs(rank).to("xla")).float().square().mean().backward()
+    model(here(rank)).float().square().mean().backward()
     torch_xla.sync()
     return gradients(model)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 @on_each_rank(timeout=1500)
 def test_every_policy(rank):
     plain = Wide()
-    every = torch.cat([inputs(r) for r in range(xr.world_size())])
-    plain(every).square().mean().backward()
+    mean_square(plain, inputs_of_all()).backward()
     theirs = {name: value.grad for name, value in plain.named_parameters()}
 
     def check(policy, first, second, bound=0.05, inner=None):
@@ -91,8 +89,7 @@ def test_every_policy(rank):
     exact = check(narrow | {"reduce_dtype": wide}, [NARROW, NARROW, wide], [wide, NARROW, wide])
     for found, widened in ((same, False), (exact, True)):
         options = {"compute_dtype": NARROW, "buffer_dtype": wide, "fp32_reduce_scatter": widened}
-        expected = ran(built(options, options), rank)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(found, ran(built(options, options), rank), rtol=0, atol=0)
     assert any((same[name] != exact[name]).any() for name in same)
     model = FSDP(
         Wide(),
@@ -136,8 +133,7 @@ def test_what_cannot_be_done_is_refused(rank):
         ("buffer_dtype=torch.bfloat16 contradicts", {
             "mixed_precision": policy, "buffer_dtype": NARROW}),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=match):
-            FSDP(nn.Linear(2, 2), **options)
+        raises(ValueError, match, FSDP, nn.Linear(2, 2), **options)
 
 
 class Normed(nn.Module):
@@ -173,7 +169,7 @@ def test_modules_that_stay_in_float32(rank, as_on_tpu):
     # Of all ranks the same: batch norms know only of their own.
     same = torch.cat([inputs(number) for number in range(6)])
     plain = Normed()
-    plain(same).square().mean().backward()
+    mean_square(plain, same).backward()
     theirs = {name: value.grad for name, value in plain.named_parameters()}
     wide = (nn.LayerNorm, nn.BatchNorm1d)
     for options, classes in (
@@ -218,7 +214,7 @@ def test_gradients_may_stay_narrow(rank):
         made = optimizer(model.parameters(), 0.1)
         for step in range(4):
             with model.no_sync() if step == 0 else torch.enable_grad():
-                model(inputs(rank, step).to("xla")).float().square().mean().backward()
+                model(here(rank, step)).float().square().mean().backward()
             if step:  # no_sync holds what the first left
                 model.clip_grad_norm_(0.5)
             for name, parameter in model.named_parameters():
@@ -237,8 +233,7 @@ def test_gradients_may_stay_narrow(rank):
         for name, value in theirs.items():
             assert value.dtype is ours[name].dtype
             torch.testing.assert_close(ours[name], value, rtol=0.05, atol=0.02, msg=name)
-    with pytest.raises(RuntimeError, match="expected dtype"):
-        trained(True, torch.optim.AdamW, False)
+    raises(RuntimeError, "expected dtype", trained, True, torch.optim.AdamW, False)
 
 
 @on_each_rank(2)
@@ -246,13 +241,12 @@ def test_scanned_modules_that_stay_in_float32(rank):
     torch.manual_seed(9)
     blocks = [nn.Sequential(Noting(nn.LayerNorm(WIDTH)), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
     plain = nn.Sequential(*(nn.Sequential(*block) for block in blocks))
-    every = torch.cat([inputs(r) for r in range(2)])
-    plain(every).square().mean().backward()
+    mean_square(plain, inputs_of_all()).backward()
     expected = [(value.detach().clone(), value.grad) for value in plain.parameters()]
     policy = MixedPrecision(param_dtype=NARROW, _module_classes_to_ignore=[nn.LayerNorm])
     model = FSDP(nn.Sequential(scan_blocks(blocks, mixed_precision=policy)), mixed_precision=policy)
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
-    model(inputs(rank).to("xla")).float().square().mean().backward()
+    model(here(rank)).float().square().mean().backward()
     optimizer.step()
     torch_xla.sync()
     assert model[0].module[0].met == [NARROW, torch.float32, NARROW]

@@ -1,25 +1,30 @@
-"""Optimizers of ``xla_fsdp.optim`` on shards, against what they are in plain torch."""
+"""Optimizers of ``xla_fsdp.optim`` on shards and in checkpoints, against those in plain torch."""
+
+from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch_xla.debug.metrics as met
 from lazy_modules import torch_xla, xm, xr
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import on_each_rank, only_full, raises, slow, without_ranks
 from rank_warnings import every_rank_warns
-from test_comm_hooks import hybrid
-from test_special_uses import whole
+from small_models import here, hybrid, inputs_of_all, mean_square, mlp, whole
 from torch import nn
 
+import xla_fsdp
 import xla_fsdp.optim
 from xla_fsdp import ShardingStrategy, plan, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.consolidate.errors import ModelMismatchError
 from xla_fsdp.optim import LAMB, LARS, Adafactor, AdamW8bit, Muon, split_matrices
 from xla_fsdp.sharding.layout import spec_of
 from xla_fsdp.sharding.metadata import sharded_names
-from xla_fsdp.sharding.sharded_parameter import as_sharded
+from xla_fsdp.sharding.sharded_parameter import as_sharded, local
 from xla_fsdp.sharding.state import units_in
 
 STEPS = (1, 2)
@@ -85,7 +90,7 @@ def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     """Of the unsharded model, other ones in each step; one parameter has none but zeros."""
     generator = torch.Generator().manual_seed(step)
     return {
-        name: torch.randn(p.shape, generator=generator) * (0.0 if "1.gain" in name else 1.0)
+        name: (torch.randn(p.shape, generator=generator) * ("1.gain" not in name)).to(p.dtype)
         for name, p in model.named_parameters()
         if p.requires_grad
     }
@@ -136,9 +141,9 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def train(model, optimizer, block, steps):
+def train(model, optimizer, block, steps, build=plain):
     for t in steps:
-        put_gradients(model, gradients(plain(block), t))
+        put_gradients(model, gradients(build(block), t))
         optimizer.step()
         torch_xla.sync()
 
@@ -149,11 +154,7 @@ def with_plain(make, block=Block) -> dict[str, torch.Tensor]:
 
 
 def assert_weights(found, expected, rtol=1e-5, atol=1e-6):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def lamb_step(w, g, state, t, lr=0.02, betas=(0.8, 0.99), eps=1e-6, decay=0.03):
@@ -195,16 +196,9 @@ def muon_step(w, g, state, t, lr=0.05, momentum=0.95, decay=0.1):
     w -= lr * max(1, w.shape[0] / w.shape[1]) ** 0.5 * x
 
 
-def make_adafactor(parameters):
-    return Adafactor(parameters, lr=0.65, weight_decay=0.1)
-
-
-def is_matrix(parameter) -> bool:
-    return parameter.dim() == 2
-
-
+ADAFACTOR = {"lr": 0.65, "weight_decay": 0.1}
 EVERY = {"lamb": (make_lamb, Block), "lars": (make_lars, Block)}
-EVERY |= {"adafactor": (make_adafactor, Block)}
+EVERY |= {"adafactor": (functools.partial(Adafactor, **ADAFACTOR), Block)}
 EVERY |= {"muon": (make_muon, Matrices), "muon beside others": (make_muon, Block)}
 
 
@@ -213,25 +207,20 @@ def expected_weights():
     return {
         "lamb": reference(lamb_step),
         "lars": reference(lars_step),
-        "adafactor": with_plain(
-            lambda parameters: torch.optim.Adafactor(parameters, lr=0.65, weight_decay=0.1)
-        ),
+        "adafactor": with_plain(functools.partial(torch.optim.Adafactor, **ADAFACTOR)),
         "muon": reference(muon_step, Matrices),
-        "muon beside others": reference(muon_step, trained=is_matrix),
+        "muon beside others": reference(muon_step, trained=lambda parameter: parameter.dim() == 2),
     }
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     "ranks, kinds",
     [
         (2, ["flat", "dim0scan"]),
-        pytest.param(4, ["nested"], marks=SLOW),
-        pytest.param(1, ["flat", "dim0scan", "scan"], marks=pytest.mark.full),
-        pytest.param(2, ["nested", "dim0", "scan"], marks=SLOW),
-        pytest.param(4, ["flat", "dim0scan", "scan"], marks=pytest.mark.full),
+        slow(4, ["nested"]),
+        only_full(1, ["flat", "dim0scan", "scan"]),
+        slow(2, ["nested", "dim0", "scan"]),
+        only_full(4, ["flat", "dim0scan", "scan"]),
     ],
 )
 @on_each_rank(timeout=1500)
@@ -270,9 +259,7 @@ def test_on_plain_parameters_they_are_the_reference():
 def test_muon_is_that_of_torch(nesterov):
     options = {"nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
     ours = with_plain(lambda parameters: make_muon(parameters, torch.bfloat16, **options), Matrices)
-    theirs = with_plain(
-        lambda parameters: torch.optim.Muon(parameters, lr=0.05, **options), Matrices
-    )
+    theirs = with_plain(lambda p: torch.optim.Muon(p, lr=0.05, **options), Matrices)
     # Both iterate in bfloat16, of 8 bits, and round after other operators; the elements of three
     # updates are 3 * 0.05 * 0.2 * sqrt(29) at most, and the formulas are compared in float32 above.
     assert_weights(ours, theirs, rtol=0, atol=0.16 * 2**-6)
@@ -346,42 +333,33 @@ def of_others(rank):
 
 def refused(rank):
     model = wrapped("flat")
-    with pytest.raises(ValueError, match="'flat_param_0' .* shape .*flatten_parameters"):
-        Muon(model.parameters())
+    raises(ValueError, "'flat_param_0' .* shape .*flatten_parameters", Muon, model.parameters())
     nested = wrapped("nested")
     matrices, others = split_matrices(nested.parameters())
-    with pytest.raises(ValueError, match="a parameter of shape"):
-        Muon(others)
+    raises(ValueError, "a parameter of shape", Muon, others)
     assert len(matrices) == 1 + 2 * 3  # frozen ones too
 
 
 def lbfgs(rank):
-    def train(model, x, y):
+    def train(model, x):
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 
         def closure():
             optimizer.zero_grad()
-            loss = (model(x) - y).square().mean()
+            loss = mean_square(model, x)
             loss.backward()
             return loss
 
         optimizer.step(closure)
         return [parameter.detach().cpu() for parameter in model.parameters()]
 
-    def mlp():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-    generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
-    part = slice(4 * rank, 4 * rank + 4)
-    mine = [one[part].to(torch_xla.device()) for one in (x, y)]
-    with pytest.raises(RuntimeError, match="(?s)view needs parameter '0.weight'.*NO_SHARD"):
-        train(FSDP(mlp()), *mine)
+    raises(
+        RuntimeError, "(?s)view needs parameter '0.wei.*NO_SHARD", train, FSDP(mlp()), here(rank)
+    )
     # It compares losses, which must be the same on all ranks: they see the same batch.
-    whole = FSDP(mlp(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    found = train(whole, x.to(torch_xla.device()), y.to(torch_xla.device()))
-    for ours, plain_one in zip(found, train(mlp(), x, y), strict=True):
+    one = FSDP(mlp(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    found = train(one, inputs_of_all().to("xla"))
+    for ours, plain_one in zip(found, train(mlp(), inputs_of_all()), strict=True):
         torch.testing.assert_close(ours.reshape(-1)[: plain_one.numel()], plain_one.reshape(-1))
 
 
@@ -442,8 +420,7 @@ def test_what_a_step_sends_is_in_its_plan(tmp_path):
             fsdp = functools.partial(FSDP, compute_dtype=torch.bfloat16)
             model = fsdp(nn.Sequential(*(fsdp(nn.Linear(width, width)) for _ in range(blocks))))
             both = split_matrices(model.parameters())
-            x = torch.randn(8, width).to("xla")
-            model(x).square().mean().backward()
+            model(torch.randn(8, width).to("xla")).square().mean().backward()
             for optimizer, parameters in zip(optimizers, both, strict=True):
                 optimizer(parameters).step()
 
@@ -487,3 +464,118 @@ def test_every_step_is_one_program(rank):
         assert counts[1] == counts[4], (make, counts)
     on_host = [name for name in met.counter_names() if name.startswith("aten::")]
     assert not [name for name in on_host if met.counter_value(name) != before.get(name)]
+
+
+class Saved(NamedTuple):
+    make: Callable
+    block: type[nn.Module] = Block
+    build: Callable = plain
+    alike: Callable = functools.partial(assert_weights, rtol=2e-4, atol=2e-5)
+
+
+def eight_bits(**options):
+    # Blocks of other ranks round the moments otherwise: a hundredth of a step or two.
+    make = functools.partial(AdamW8bit, lr=0.02, betas=(0.8, 0.9), **options)
+    return Saved(make, alike=functools.partial(assert_weights, rtol=2e-4, atol=4e-3))
+
+
+MAKES = {name: Saved(*EVERY[name]) for name in ("adafactor", "lamb", "lars", "muon")}
+MAKES |= {"8bit": eight_bits(min_8bit_size=0), "small": eight_bits()}
+
+
+def state_of(model, optimizer):
+    return {
+        (name, key): local(value.detach()).cpu()
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def save_and_go_on(rank, folder, kinds, name, saved, expected):
+    make, block, build, alike = saved
+    for kind in kinds:
+        model = wrapped(kind, block, build)
+        optimizer = make(model.parameters())
+        train(model, optimizer, block, (1, 2), build)
+        path = f"{folder}/{name}-{kind}"
+        xla_fsdp.save_checkpoint(path, model, optimizer, step=2)
+        full = xla_fsdp.full_state_dict(model), xla_fsdp.full_optim_state_dict(model, optimizer)
+        if rank == 0:
+            torch.save(full, f"{path}.pt")
+        again = wrapped(kind, block, build)
+        resumed = make(again.parameters())
+        xla_fsdp.load_checkpoint(path, again, resumed)
+        before, after = state_of(model, optimizer), state_of(again, resumed)
+        assert before.keys() == after.keys()
+        for (key, what), value in before.items():
+            assert after[key, what].dtype is value.dtype and after[key, what].shape == value.shape
+            if what != "variance" or kind != "flat":  # has elements of matrices, which are unused
+                assert torch.equal(after[key, what], value), (kind, name, key, what)
+        if name == "factors":  # the optimizer first: what it copies knows no shards yet
+            copied, twin = copy.deepcopy((resumed, again))
+            train(twin, copied, block, (3, 4), build)
+            alike(whole(twin, twin.state_dict()), expected)
+        train(model, optimizer, block, (3, 4), build)
+        train(again, resumed, block, (3, 4), build)
+        found = whole(again, again.state_dict())
+        torch.testing.assert_close(found, whole(model, model.state_dict()), rtol=0, atol=0)
+        alike(found, expected)
+
+
+def on_other_ranks(rank, folder, pairs, name, saved, expected):
+    make, block, build, alike = saved
+    for kind, other in pairs:
+        model = wrapped(other, block, build)
+        optimizer = make(model.parameters())
+        full = torch.load(f"{folder}/{name}-{kind}.pt") if rank == 0 else (None, None)
+        if other == "flat":
+            xla_fsdp.load_full_state_dict(model, full[0])
+            xla_fsdp.load_full_optim_state_dict(model, optimizer, full[1])
+        else:
+            xla_fsdp.load_checkpoint(f"{folder}/{name}-{kind}", model, optimizer)
+        if name == "adafactor":
+            wrong = torch.load(f"{folder}/{name}-{kind}.pt")[1]
+            wrong["state"]["first.weight"]["row_var"] = torch.ones(3, 1)
+            with pytest.raises(ModelMismatchError, match="'first.weight'.*'row_var' is .3, 1."):
+                xla_fsdp.load_full_optim_state_dict(model, optimizer, wrong)
+            wrong["param_groups"][0]["maximize"] = True
+            with pytest.raises(ModelMismatchError, match="trained with maximize"):
+                xla_fsdp.load_full_optim_state_dict(model, optimizer, {**wrong, "state": {}})
+        train(model, optimizer, block, (3, 4), build)
+        alike(whole(model, model.state_dict()), expected)
+
+
+@pytest.mark.parametrize(
+    "name, here, there",
+    [
+        slow("adafactor", ["flat"], [("flat", "scan")]),
+        slow("8bit", ["nested"], [("nested", "scan")]),
+        slow("adafactor", ["flat", "nested"], [("nested", "flat")]),
+        slow("small", ["nested"], [("nested", "flat")]),
+        slow("lamb", ["nested"], [("nested", "dim0scan")]),
+        ("lars", ["nested"], [("nested", "flat")]),
+        ("muon", ["nested"], [("nested", "dim0scan")]),
+    ],
+)
+def test_state_is_saved_and_loads_elsewhere(run_ranks, tmp_path, name, here, there):
+    saved = MAKES[name]
+    model = plain(saved.block)
+    expected = train_plain(model, saved.make(model.parameters()), (1, 2, 3, 4))
+    run_ranks(save_and_go_on, 2, str(tmp_path), here, name, saved, expected)
+    run_ranks(on_other_ranks, 4, str(tmp_path), there, name, saved, expected)
+    for kind in here:
+        in_plain_torch(f"{tmp_path}/{name}-{kind}.pt", expected, name)
+
+
+def in_plain_torch(path, expected, name):
+    weights, full = torch.load(path)
+    make, block, _, alike = MAKES[name]
+    if name == "adafactor":
+        make = functools.partial(torch.optim.Adafactor, **ADAFACTOR)
+    model = plain(block)
+    optimizer = make(model.parameters())
+    model.load_state_dict(weights)
+    numbers = {n: i for i, (n, _) in enumerate(model.named_parameters())}
+    state = {numbers[n]: own for n, own in full["state"].items()}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    alike(train_plain(model, optimizer, (3, 4)), expected)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from lazy_modules import torch_xla
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, only_full, slow
+from small_models import whole
 from test_optim import gradients, plain, put_gradients, train_plain, weights, wrapped
-from test_special_uses import whole
 
 from xla_fsdp.optim import AdamW8bit, adam8bit
 
@@ -24,16 +24,8 @@ def published_values(signed: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_values_are_the_published_ones(signed):
-    expected = published_values(signed)
-    assert len(expected) == 256
-    codes = torch.arange(256, dtype=torch.uint8)  # indices into the values, ascending
-    found = adam8bit.decode(codes, torch.ones(1), signed)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_an_element_becomes_the_nearest_value(signed):
+def test_an_element_becomes_the_nearest_published_value(signed):
+    assert len(published_values(signed)) == 256
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5000, generator=generator) * 10 ** (-8 * torch.rand(5000, generator=generator))
     x = x if signed else x.abs()
@@ -89,10 +81,10 @@ def test_on_plain_parameters():
 @pytest.mark.parametrize(
     "ranks, kinds",
     [
-        pytest.param(2, ("scan", "nested", "flat"), marks=pytest.mark.slow),
-        pytest.param(4, ("flat",), marks=pytest.mark.slow),
-        pytest.param(1, ("dim0scan",), marks=pytest.mark.slow),
-        pytest.param(4, ("dim0",), marks=pytest.mark.full),
+        slow(2, ("scan", "nested", "flat")),
+        slow(4, ("flat",)),
+        slow(1, ("dim0scan",)),
+        only_full(4, ("dim0",)),
     ],
 )
 @on_each_rank(timeout=1500)
@@ -100,18 +92,16 @@ def test_on_shards(rank, kinds):
     start, exact, encoded = weights(plain()), reference(False), reference(True)
     for kind in kinds:
         small, large = (wrapped(kind) for _ in range(2))
-        optimizers = [
-            AdamW8bit(small.parameters(), min_8bit_size=0, **OPTIONS),
-            AdamW8bit(large.parameters(), **OPTIONS),
-        ]
+        sizes = {"min_8bit_size": 0}, {}
+        pairs = zip((small, large), sizes, strict=True)
+        optimizers = [AdamW8bit(one.parameters(), **size, **OPTIONS) for one, size in pairs]
         for t in STEPS:
             for model, optimizer in zip((small, large), optimizers, strict=True):
                 put_gradients(model, gradients(plain(), t))
                 optimizer.step()
             torch_xla.sync()
         found = whole(large, large.state_dict())
-        for name, value in exact.items():  # all are small: no error at all
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)  # all are small: no error
         found = whole(small, small.state_dict())
         moved = torch.cat([(exact[name] - start[name]).reshape(-1) for name in exact])
         ours = torch.cat([(found[name] - exact[name]).reshape(-1) for name in exact])

@@ -7,12 +7,10 @@ import pickle
 import pytest
 import test_optim
 import torch
-from lazy_modules import torch_xla
-from test_optim import Block, Model, gradients, put_gradients, put_plain_gradients, weights
-from test_special_uses import whole
+from on_ranks import only_full, raises, slow
+from test_optim import Block, Model, Saved, gradients, put_plain_gradients, weights
 from torch import nn
 
-import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.optim import LAMB, Adafactor, AdamW8bit, MasterWeights, StochasticRounding, stochastic
 from xla_fsdp.planning.tracing.step import trace_step
@@ -36,24 +34,10 @@ def plain(block=Block) -> nn.Module:
     return model
 
 
-wrapped = functools.partial(test_optim.wrapped, build=plain)
-
-
-def grads_at(t: int) -> dict[str, torch.Tensor]:
-    model = plain()
-    found = gradients(model, t)
-    return {name: g.to(model.get_parameter(name).dtype) for name, g in found.items()}
-
-
 def train(model, optimizer, first: int, last: int) -> None:
     for t in range(first, last + 1):
-        if hasattr(model, "fsdp_options"):
-            put_gradients(model, grads_at(t))
-            optimizer.step()
-            torch_xla.sync()
-        else:
-            put_plain_gradients(model, grads_at(t))
-            optimizer.step()
+        put_plain_gradients(model, gradients(plain(), t))
+        optimizer.step()
 
 
 @functools.cache
@@ -80,7 +64,7 @@ def test_masters_are_what_a_float32_model_would_be():
     wide = plain().float()
     reference = torch.optim.AdamW(wide.parameters(), **ADAMW)
     for t in range(1, STEPS + 1):
-        put_plain_gradients(wide, grads_at(t))
+        put_plain_gradients(wide, gradients(plain(), t))
         reference.step()
     for name, parameter in model.named_parameters():
         value = wide.get_parameter(name)
@@ -116,56 +100,21 @@ def test_masters_follow_who_else_changes_a_parameter():
     assert torch.equal(again.state[other]["master"], expected - 2.0**-12)
 
 
-def on_ranks(rank, kind, ways, expected, folder):
-    for way in ways:
-        model = wrapped(kind)
-        optimizer = MAKES[way](model.parameters())
-        train(model, optimizer, 1, STEPS // 2)
-        xla_fsdp.save_checkpoint(f"{folder}/{way}", model, optimizer, step=1)
-        full = xla_fsdp.full_optim_state_dict(model, optimizer)
-        values = whole(model, model.state_dict())
-        if rank == 0:
-            torch.save((full, values), f"{folder}/{way}.pt")
-        if way == "factors":  # the optimizer first: what it copies knows no shards yet
-            _, twin = copied = copy.deepcopy((optimizer, model))
-            train(twin, copied[0], STEPS // 2 + 1, STEPS)
-            assert_alike(whole(twin, twin.state_dict()), expected[way])
-        train(model, optimizer, STEPS // 2 + 1, STEPS)
-        assert_alike(whole(model, model.state_dict()), expected[way])
-
-
-def resumed(rank, kind, ways, expected, folder):
-    for way in ways:
-        model = wrapped(kind)
-        optimizer = MAKES[way](model.parameters())
-        train(model, optimizer, 1, 1)  # something else
-        xla_fsdp.load_checkpoint(f"{folder}/{way}", model, optimizer)
-        full, values = torch.load(f"{folder}/{way}.pt")
-        loaded = whole(model, model.state_dict())
-        assert all(torch.equal(loaded[name], value) for name, value in values.items())
-        again = MAKES[way](model.parameters())
-        xla_fsdp.load_full_optim_state_dict(model, again, full if rank == 0 else None)
-        for parameter, state in optimizer.state.items():
-            for key, value in state.items():
-                assert torch.equal(again.state[parameter][key].cpu(), value.cpu()), (way, key)
-        train(model, again if way != "master" else optimizer, STEPS // 2 + 1, STEPS)
-        assert_alike(whole(model, model.state_dict()), expected[way])
-
-
 @pytest.mark.parametrize(
-    "ranks, kind, ways, others",
+    "way, here, there",
     [
-        (2, "flat", ["master"], None),
-        pytest.param(2, "nested", ["master", "random", "factors"], "dim0", marks=pytest.mark.slow),
-        pytest.param(1, "nested", ["lamb"], None, marks=pytest.mark.full),
-        pytest.param(4, "scan", ["master"], None, marks=pytest.mark.slow),
+        ("master", ["flat"], []),
+        slow("master", ["nested"], [("nested", "scan")]),
+        slow("random", ["nested"], [("nested", "dim0")]),
+        slow("factors", ["nested"], [("nested", "flat")]),
+        only_full("lamb", ["nested"], [("nested", "dim0")]),
     ],
 )
-def test_on_shards_and_on_other_ranks(run_ranks, tmp_path, ranks, kind, ways, others):
-    given = ways, {way: unsharded(way) for way in ways}, str(tmp_path)
-    run_ranks(on_ranks, ranks, kind, *given)
-    if others:
-        run_ranks(resumed, 4, others, *given)
+def test_on_shards_and_on_other_ranks(run_ranks, tmp_path, way, here, there):
+    given = way, Saved(MAKES[way], build=plain, alike=assert_alike), unsharded(way)
+    run_ranks(test_optim.save_and_go_on, 2, str(tmp_path), here, *given)
+    if there:
+        run_ranks(test_optim.on_other_ranks, 4, str(tmp_path), there, *given)
 
 
 def test_rounding_is_unbiased_and_exact_where_it_can_be():
@@ -181,8 +130,7 @@ def test_rounding_is_unbiased_and_exact_where_it_can_be():
             # Four standard deviations; the bits are always the same.
             assert abs(ups - share) <= 4 * (share * (1 - share) / count) ** 0.5 + 2**-15
     special = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
-    ones = torch.full((4,), -1, dtype=torch.int32)
-    found = stochastic.rounded(special, ones)
+    found = stochastic.rounded(special, torch.full((4,), -1, dtype=torch.int32))
     assert torch.equal(found[:2].float(), special[:2]) and found[2].isnan() and found[3] == 0
     # Bits differ between steps, elements and seeds, and each is set half of the time.
     bits = stochastic.random_bits(at, torch.tensor(7, dtype=torch.int32))
@@ -213,31 +161,25 @@ def test_copies_step_like_the_original(way):
     for twin, own in twins:
         own.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
         train(twin, own, 3, 4)
-        for name, value in model.state_dict().items():
-            assert torch.equal(twin.state_dict()[name], value), (way, name)
+        torch.testing.assert_close(twin.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_what_is_refused():
     half = nn.Parameter(torch.zeros(2).half())
     narrow = nn.Parameter(torch.zeros(2).bfloat16())
-    with pytest.raises(TypeError, match="supports bfloat16, but .* is float16"):
-        StochasticRounding([half], torch.optim.SGD)
-    with pytest.raises(ValueError, match="seed must be >= 0"):
-        StochasticRounding([narrow], torch.optim.SGD, seed=-1)
+    raises(TypeError, "bfloat16, but .* is float16", StochasticRounding, [half], torch.optim.SGD)
+    raises(ValueError, "seed must be >= 0", StochasticRounding, [narrow], torch.optim.SGD, seed=-1)
     with pytest.raises(TypeError, match="seed must be an int, got 1.5"):
         StochasticRounding([narrow], torch.optim.SGD, seed=1.5)
     for wrong in (3, MasterWeights):
-        with pytest.raises(TypeError, match="optimizer_class must be the class"):
-            MasterWeights([narrow], wrong)
-    with pytest.raises(TypeError, match="optimizer_class must make"):
-        MasterWeights([narrow], lambda groups: 3)
+        raises(TypeError, "optimizer_class must be the class", MasterWeights, [narrow], wrong)
+    raises(TypeError, "optimizer_class must make", MasterWeights, [narrow], lambda groups: 3)
     one = MasterWeights([narrow], torch.optim.SGD, lr=1.0)
     other = MasterWeights([narrow], AdamW8bit)
     narrow.grad = torch.ones_like(narrow)
     one.step()
     other.load_state_dict(one.state_dict())
-    with pytest.raises(RuntimeError, match="optimizer='SGD', but it was made with 'AdamW8bit'"):
-        other.step()
+    raises(RuntimeError, "optimizer='SGD', but it was made with 'AdamW8bit'", other.step)
 
 
 def traced(way):

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from on_ranks import on_each_rank
-from test_special_uses import mlp
+from on_ranks import on_each_rank, raises
+from small_models import mlp
 from torch import nn
 
 import xla_fsdp
@@ -96,9 +96,8 @@ def test_a_bad_value_raises_in_every_entry_point(rank):
             elif caught.type is TypeError:
                 assert f"{entry} has no option {name!r}" in said and "Its options are" in said
             else:
-                remedy = re.search(
-                    r"not supported by fully_shard\. (Pass (.*)|Leave it out), or", said
-                )
+                advice = r"not supported by fully_shard\. (Pass (.*)|Leave it out), or"
+                remedy = re.search(advice, said)
                 make(**{one: instead[one] for one in (remedy[2] or "").split(" and ") if one})
     size = {"sharding_rank": rank, "sharding_world_size": 2}
     place = "this rank's index in its group"
@@ -138,33 +137,28 @@ def test_options_are_known_removed_or_without_effect_everywhere(rank):
     for entry, make in entry_points().items():
         make(pin_layout_in_collective_ops=False, coalesce_all_gather_ops=True)
         make(reduce_scatter_bucket_size_mb=8)
-        with pytest.raises(TypeError, match="has no option 'compute_type', .* Its options are"):
-            make(compute_type=torch.bfloat16)
-        with pytest.raises(ValueError, match="gather_dtype was removed: .*compute_dtype"):
-            make(gather_dtype=torch.int8)
+        raises(
+            TypeError, "no option 'compute_type'.*options are", make, compute_type=torch.bfloat16
+        )
+        raises(ValueError, "gather_dtype was.*compute_dtype", make, gather_dtype=torch.int8)
         if entry != FULLY_SHARD:  # it says dtypes by mp_policy
             make(compute_dtype=torch.bfloat16)
 
 
 def test_integrations_check_options_before_there_are_ranks():
-    for make in (
-        lambda options: Sharding(options),
-        lambda options: WrapSettings(None, None, "full", options),
-    ):
+    for make in (Sharding, lambda options: WrapSettings(None, None, "full", options)):
         make({"compute_dtype": torch.bfloat16, "reshard_after_forward": 2})
         make({"pin_layout_in_collective_ops": False, "coalesce_all_gather_ops": True})
         with pytest.raises(TypeError, match="has no option 'compute_type', .* Its options are"):
             make({"compute_type": torch.bfloat16})
-        with pytest.raises(ValueError, match="gather_dtype was removed: .*compute_dtype"):
-            make({"gather_dtype": torch.int8})
+        raises(ValueError, "gather_dtype was.*compute_dtype", make, {"gather_dtype": torch.int8})
         for name in taken_by(WRAPPER):
             if name in ("device_mesh", "auto_wrapper_callable"):
                 continue  # need ranks to be judged, or are taken out by the strategy
             value, error, allowed, _ = BAD[name]
             if name == "sharding_strategy":
                 value = 7
-            with pytest.raises(error, match=re.escape(allowed)):
-                make({name: value})
+            raises(error, re.escape(allowed), make, {name: value})
     with pytest.raises(ValueError, match="must be one of FULL_SHARD"):
         WrapSettings(None, None, "full", {"sharding_strategy": "SOME"})
 
@@ -191,8 +185,7 @@ def test_options_go_by_position_too(rank):
     assert model.reshard_after_forward is False and model.flatten_parameters is True
     with pytest.raises(TypeError, match="multiple values for argument 'flatten_parameters'"):
         FSDP(mlp(), False, True, flatten_parameters=True)
-    with pytest.raises(TypeError, match="too many positional arguments"):
-        FSDP(mlp(), *[None] * 60)
+    raises(TypeError, "too many positional arguments", FSDP, mlp(), *[None] * 60)
 
 
 @dataclass(frozen=True)
@@ -206,17 +199,14 @@ def test_a_new_option_needs_its_declaration_only(rank):
     with contextlib.ExitStack() as patched:
         for file in files:
             patched.enter_context(mock.patch(f"xla_fsdp.{file}.FSDPOptions", More))
-        model = xla_fsdp.XlaFullyShardedDataParallel(
-            mlp(), made_up=True, auto_wrap_policy=always_wrap_policy
-        )
+        model = FSDP(mlp(), made_up=True, auto_wrap_policy=always_wrap_policy)
         units = [one for one in model.modules() if hasattr(one, "fsdp_options")]
         assert len(units) == 6 and all(one.made_up is True for one in units)
         blocks = xla_fsdp.scan_blocks([nn.Linear(4, 4)], made_up=True)
         in_place = xla_fsdp.fully_shard(mlp(), made_up=True)
         assert blocks.made_up is True and in_place._unit.options.made_up is True
         for make in entry_points().values():
-            with pytest.raises(TypeError, match="made_up must be True or False, got 3"):
-                make(made_up=3)
+            raises(TypeError, "made_up must be True or False, got 3", make, made_up=3)
         described = takes_options(WRAPPER)(lambda module, *args, **options: None)
         assert "made_up" in inspect.signature(described).parameters
 

@@ -1,21 +1,16 @@
-"""The order of gathers and reductions: what is held for it, and that values do not depend on it."""
+"""Gathers and reductions: their order, on which no value depends, and what travels in each."""
 
+import collections
+import contextlib
 import copy
 import re
 from unittest import mock
 
 import pytest
 import torch
-from lazy_modules import torch_xla
-from on_ranks import on_each_rank
-from test_special_uses import (
-    assert_same_gradients,
-    inputs,
-    inputs_of_all,
-    mlp,
-    trace_as_on_tpu,
-    wrapped,
-)
+import torch_xla
+from on_ranks import on_each_rank, slow
+from small_models import Computes, assert_same_backward, here, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import BackwardPrefetch, checkpoint_module
@@ -23,6 +18,7 @@ from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.collectives.order import Order
 from xla_fsdp.collectives.routes import attributes_of
 from xla_fsdp.collectives.world import World
+from xla_fsdp.sharding.shard_reductions import UnreducedGradient
 from xla_fsdp.tpu.topology import resolve
 
 PREFETCH = [
@@ -47,7 +43,7 @@ def nothing_held(model):
     return order._on_host is None and not any(sum(order._events.values(), []))
 
 
-@pytest.mark.parametrize("checkpoint", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checkpoint", [False, slow(True)])
 @pytest.mark.parametrize("options", PREFETCH, ids=range(len(PREFETCH)))
 @on_each_rank(2)
 def test_gradients_are_the_same_in_every_order(rank, options, checkpoint):
@@ -60,41 +56,28 @@ def test_gradients_are_the_same_in_every_order(rank, options, checkpoint):
     for step in range(2):
         for one in (model, plain):
             one.zero_grad()
-        model(inputs(rank, step).to(torch_xla.device())).square().mean().backward()
-        plain(inputs_of_all(step)).square().mean().backward()
-        assert_same_gradients(model, plain)
+        assert_same_backward(model, plain, rank, step=step)
         assert nothing_held(model)
-
-
-class Opaque(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-
-    def forward(self, x):
-        class Output:
-            value = self.inner(x)
-
-        return Output
 
 
 @on_each_rank(1)
 def test_nothing_is_held_after_a_step(rank):
     trace_as_on_tpu()
-    x = torch.randn(2, 6).to(torch_xla.device())
-    opaque = wrapped(Opaque())
+
+    def hides(self, x):
+        class Output:
+            value = self.inner(x)
+
+        return Output
+
+    x = here(rank)
+    opaque = wrapped(Computes(hides, inner=nn.Linear(6, 6)))
     opaque(x).value.sum().backward()
     assert nothing_held(opaque)
 
-    class Parts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x):
-            return self.second(self.first(x))
-
-    model = wrapped(Parts(), "first")
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    parts = Computes(lambda self, x: self.second(self.first(x)), first=first, second=second)
+    model = wrapped(parts, "first")
     model(x)
     assert nothing_held(model)
     model.first(x)  # a part of the model by itself
@@ -126,9 +109,8 @@ def test_what_waits_keeps_its_values(rank):
 @on_each_rank(2)
 def test_float16_gradients_are_divided_before_they_are_summed(rank):
     """Sums that float16 cannot hold; their mean it can."""
-    layer = nn.Linear(1, 1, bias=False)
-    model = wrapped(nn.Sequential(layer), compute_dtype=torch.float16)
-    model(torch.full((1, 1), 40000.0).to(torch_xla.device())).sum().backward()
+    model = wrapped(nn.Sequential(nn.Linear(1, 1, bias=False)), compute_dtype=torch.float16)
+    model(torch.full((1, 1), 40000.0).to("xla")).sum().backward()
     grad = next(model.parameters()).grad.to_local().cpu()[0]
     assert rank != 0 or abs(grad - 40000) < 50
 
@@ -153,8 +135,137 @@ def test_shards_wait_before_they_are_cast(rank):
     trace_as_on_tpu()
     model = wrapped(mlp(), "1", compute_dtype=torch.bfloat16)
     torch_xla.sync()
-    model(inputs(rank).to("xla")).sum().backward()
+    model(here(rank)).sum().backward()
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([p.grad for p in model.parameters()])
-    # Types of what waits for the gather before.
     types = re.findall(r"= (\w+)\[[\d,]+\]\S* select\(", hlo)
     assert types and set(types) == {"f32"}
+
+
+COLLECTIVE = re.compile(
+    r"= (\w+)\[([\d,]*)\][^=]* (all-gather|reduce-scatter|all-reduce|all-to-all)\("
+)
+
+
+def collectives_of(model, loss):
+    """Dtype, shape and kind of each in the program of a backward that is not computed yet."""
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([loss.detach(), *grads])
+    torch_xla.sync()
+    return COLLECTIVE.findall(hlo)
+
+
+def program(rank, options, frozen=()):
+    """Collectives of one forward and backward as (kind, dtype), and the elements they return."""
+    trace_as_on_tpu()
+    plain = mlp()
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    model = wrapped(plain, "1", **options)
+    torch_xla.sync()
+    loss = model(here(rank)).float().square().mean()
+    found = collections.Counter()
+    for dtype, shape, kind in collectives_of(model, loss):
+        found[kind, dtype] += 1
+        found[kind, "elements"] += torch.Size(int(d) for d in shape.split(",") if d).numel()
+    return found
+
+
+# The root has two linear layers, the inner unit one: four and two parameters, all of them small.
+INNER, ROOT = 2, 4
+FROZEN = ["0.weight", "1.0.weight", "1.0.bias"]
+KEPT = {"reshard_after_forward": False}
+GATHERS, REDUCTIONS = ("all-gather", "f32"), ("reduce-scatter", "f32")
+# Each parameter is padded to 128 elements a rank, of 4 ranks.
+GATHERED, REDUCED = ("all-gather", "elements"), ("reduce-scatter", "elements")
+ALL_REDUCED = {REDUCTIONS: 2, REDUCED: 128 * (ROOT + INNER)}
+
+
+@pytest.mark.parametrize(
+    "options, frozen, expected",
+    [
+        ({}, [], {GATHERS: 3, GATHERED: 512 * (ROOT + 2 * INNER)} | ALL_REDUCED),
+        # The root keeps its parameters in any case, its backward follows at once.
+        (KEPT, [], {GATHERS: 2, GATHERED: 512 * (ROOT + INNER)} | ALL_REDUCED),
+        ({"flatten_parameters": True}, [], {GATHERS: 3, REDUCTIONS: 2}),
+        ({}, FROZEN, {REDUCTIONS: 1, REDUCED: 128 * (ROOT + INNER - len(FROZEN))}),
+    ],
+    ids=["resharded", "kept", "flat: one collective a unit", "frozen: not reduced"],
+)
+def test_gathers_and_reductions_are_counted_out(run_ranks, options, frozen, expected):
+    for found in run_ranks(program, 4, options, frozen):
+        assert found.keys() == {GATHERS, REDUCTIONS, GATHERED, REDUCED}
+        assert found | expected == found
+
+
+@pytest.mark.parametrize("fp32_reduce_scatter", [False, True])
+@pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cut", [{}, {"flatten_parameters": True}, {"shard_param_on_dim_0": True}])
+def test_compute_dtype_governs_the_wire(run_ranks, compute_dtype, fp32_reduce_scatter, cut):
+    options = {"compute_dtype": compute_dtype, "fp32_reduce_scatter": fp32_reduce_scatter, **cut}
+    narrow = {torch.bfloat16: "bf16", torch.float16: "f16"}[compute_dtype]
+    reduced = "f32" if fp32_reduce_scatter else narrow
+    for found in run_ranks(program, 2, options):
+        kinds = {key for key in found if key[1] != "elements"}
+        assert kinds == {("all-gather", narrow), ("reduce-scatter", reduced)}
+
+
+def sizes():
+    trace_as_on_tpu()
+    model = Computes(
+        lambda self, x: self.norm(self.small(self.large(x).relu()).double()).sum(),
+        large=nn.Linear(640, 512),  # 1.25 MiB
+        small=nn.Linear(512, 8),
+        norm=nn.LayerNorm(8, dtype=torch.float64),
+    )
+    model = FSDP(model)
+    return sorted(collectives_of(model, model(torch.randn(3, 640).to("xla"))))
+
+
+@on_each_rank(2)
+def test_large_parameters_travel_alone_and_small_ones_together_by_dtype(rank):
+    rows = 320 // 128 + 1 + 4096 // 256  # a rank's biases and its part of the small matrix
+    assert sizes() == sorted([
+        # In rows as the matrix has them, both ranks' and one rank's.
+        ("f32", "512,640", "all-gather"),
+        ("f32", "256,640", "reduce-scatter"),
+        ("f32", f"{2 * rows},128", "all-gather"),
+        ("f32", f"{rows},128", "reduce-scatter"),
+        ("f64", "4,128", "all-gather"),
+        ("f64", "2,128", "reduce-scatter"),
+    ])  # fmt: skip
+
+
+@on_each_rank(2)
+def test_no_sync_saves_reductions(rank):
+    trace_as_on_tpu()
+    counts = []
+    for hold in (True, False):
+        model = wrapped(mlp(), "1")
+        torch_xla.sync()
+        with model.no_sync() if hold else contextlib.nullcontext():
+            model(here(rank)).sum().backward()
+        held = [isinstance(p.grad, UnreducedGradient) for p in model.parameters()]
+        assert all(one is hold for one in held)
+        found = collectives_of(model, model(here(rank)).sum())
+        counts.append(sum(kind == "reduce-scatter" for _, _, kind in found))
+    assert counts == [2, 4]
+
+
+@pytest.mark.parametrize("as_on_tpu", [True, False])
+@on_each_rank(2)
+def test_no_sync_loses_no_gradient_of_a_unit_that_is_left_out(rank, as_on_tpu):
+    """The last micro-batch does not use a unit that an earlier one, inside no_sync, did."""
+    trace_as_on_tpu(as_on_tpu)
+    model = Computes(
+        lambda self, x, use_inner: self.outer(self.inner(x) if use_inner else x),
+        inner=nn.Linear(6, 6),
+        outer=nn.Linear(6, 6),
+    )
+    model, x = wrapped(model, "inner"), here(rank)
+    with model.no_sync():
+        model(x, True).sum().backward()
+    model(x, False).sum().backward()
+    # So small that every value is on the first rank, the other has padding.
+    for parameter in model.parameters():
+        assert (parameter.grad.to_local().abs().sum().item() > 0) is (rank == 0)

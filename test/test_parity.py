@@ -5,23 +5,22 @@ case trains it for some steps on real ranks and once on plain torch; in float64 
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from covering import covering, pairs_of
 from lazy_modules import torch_xla, xr
+from on_ranks import only_full, slow
+from small_models import of_parameters, trace_as_on_tpu, whole
 from torch import nn
 from zoo import Block, Zoo, batches, loss_of
 
 from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
-from xla_fsdp.consolidate import consolidate_sharded_state_dicts
-from xla_fsdp.ranks.rank import current_rank
 from xla_fsdp.wrap import transformer_auto_wrap_policy
 
 # The first writes the optimizer's state, the second uses it, and in a third nothing would be new:
@@ -32,39 +31,16 @@ CLIP = 0.5
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train; the defaults are the wrapper's."""
-
     wrapping: str = "nested"  # root, nested, auto, flat, dim0
     checkpoint: bool = False
     accumulation: str = "none"  # none, no_sync, plain
     optimizer: str = "sgd"  # sgd, adamw
     norm_type: float = 2.0
     dtype: torch.dtype = torch.float32  # of the parameters
-    options: dict[str, Any] = field(default_factory=dict)
+    compute_dtype: torch.dtype | None = None
+    options: tuple[tuple[str, Any], ...] = ()
     steps: int = STEPS
-    as_on_tpu: bool = False  # traced like there
-    one_program: bool = True  # else the first step, which makes the optimizer's state, is another
-
-    @property
-    def micro_batches(self) -> int:
-        return 1 if self.accumulation == "none" else 2
-
-    def __str__(self) -> str:
-        options = [f"{k}={str(v).removeprefix('torch.')}" for k, v in self.options.items()]
-        parts = [self.wrapping, "checkpoint" * self.checkpoint, self.accumulation, self.optimizer]
-        dtype = str(self.dtype).removeprefix("torch.")
-        tpu = "as_on_tpu" * self.as_on_tpu
-        return "-".join(part for part in [*parts, dtype, tpu, *options] if part)
-
-
-@dataclass
-class Run:
-    """What a training run leaves behind; losses and norms by step, tensors by parameter name."""
-
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, torch.Tensor]  # of the first step
-    weights: dict[str, torch.Tensor]
+    as_on_tpu: bool = False
 
 
 def build(case: Case) -> nn.Module:
@@ -81,91 +57,71 @@ def optimizer_for(case: Case, parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, eps=1e-3, weight_decay=decay)
 
 
-def add_state(optimizer: torch.optim.Optimizer) -> None:
-    for p in optimizer.param_groups[0]["params"]:
-        one, other = (torch.zeros_like(p, device="cpu").to(p.device) for _ in range(2))
-        optimizer.state[p] = (
-            {"momentum_buffer": one}
-            if isinstance(optimizer, torch.optim.SGD)
-            else {"step": torch.tensor(0.0), "exp_avg": one, "exp_avg_sq": other}
-        )
-
-
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies, to be fetched after the step: a fetch here would compile a program of its own."""
-    return {
-        n: p.grad.clone() if p.grad is not None else torch.zeros_like(p)
-        for n, p in model.named_parameters(remove_duplicate=False)
-    }
-
-
-def unsharded_case(case: Case) -> Case:
-    """The one of all cases that train alike unsharded, whose result may be shared."""
-    decay_differs = case.wrapping == "flat" and case.optimizer == "adamw"
-    dtype = case.options.get("compute_dtype")
-    return dataclasses.replace(
-        case, wrapping="flat" if decay_differs else "root", checkpoint=False,
-        accumulation="none" if case.accumulation == "none" else "plain",
-        options={"compute_dtype": dtype} if dtype else {}, as_on_tpu=False, one_program=False,
-    )  # fmt: skip
-
-
 def fit(case: Case, model: nn.Module, mine, forward, clip) -> dict[str, Any]:
-    """The fields of a Run. ``mine(batch)``: this process's part; ``clip()``: the norm."""
+    """Losses and norms by step; by name, gradients of the first step, and weights.
+
+    ``mine(batch)``: this process's part; ``clip()``: the norm.
+    """
     optimizer = optimizer_for(case, model.parameters())
-    if case.one_program:
-        add_state(optimizer)
-    out: dict[str, Any] = {"losses": [], "norms": []}
+    found: dict[str, Any] = {"losses": [], "norms": []}
     for tokens in batches(case.steps):
         losses = []
-        for number, part in enumerate(map(mine, tokens.chunk(case.micro_batches))):
+        parts = tokens.chunk(1 if case.accumulation == "none" else 2)
+        for number, part in enumerate(map(mine, parts)):
             hold = case.accumulation == "no_sync" and number == 0
             with model.no_sync() if hold else contextlib.nullcontext():
                 loss = loss_of(forward(part), part)
-                (loss / case.micro_batches).backward()
+                (loss / len(parts)).backward()
             losses.append(loss.detach())
-        if case.one_program or "gradients" not in out:
-            gradients = gradients_of(model)
-            out.setdefault("gradients", gradients)
+        # Copies in each step, and fetched after the last: all steps are one program.
+        gradients = {name: grad.clone() for name, grad in of_parameters(model).items()}
+        found.setdefault("gradients", gradients)
         norm = clip()
         optimizer.step()
         optimizer.zero_grad()
         if norm.device.type == "xla":
             torch_xla.sync()
-        out["losses"].append(sum(loss.item() for loss in losses) / len(losses))
-        out["norms"].append(norm.item())
-    out["gradients"] = {name: value.cpu() for name, value in out["gradients"].items()}
-    out["weights"] = {name: value.cpu() for name, value in model.state_dict().items()}
-    return out
+        found["losses"].append(sum(loss.item() for loss in losses) / len(losses))
+        found["norms"].append(norm.item())
+    return {**found, "weights": model.state_dict()}
 
 
-def unsharded(case: Case, device: str | torch.device = "cpu") -> Run:
-    """The whole batch in one process, on plain torch tensors."""
+def unsharded(case: Case, device: str | torch.device = "cpu") -> dict[str, Any]:
     model = build(case).to(device)
     model.tie()
     # torch refuses the maximum of an empty gradient.
     clipped = [p for p in model.parameters() if p.numel()]
     clip = functools.partial(nn.utils.clip_grad_norm_, clipped, CLIP, case.norm_type)
-    forward = functools.partial(_computed, case, model)
-    return Run(**fit(case, model, lambda batch: batch.to(device), forward, clip))
+
+    def forward(tokens):
+        if case.compute_dtype is None:
+            return model(tokens)
+        cast = {name: p.to(case.compute_dtype) for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, cast, (tokens,), tie_weights=True)
+
+    return fit(case, model, lambda batch: batch.to(device), forward, clip)
 
 
-def unsharded_on_xla(rank: int, case: Case) -> Run:
-    """The same on an XLA device, whose own way of computing a function is not at issue."""
-    return unsharded(case, torch_xla.device())
+cached = functools.cache(unsharded)
 
 
-def _computed(case: Case, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    dtype = case.options.get("compute_dtype")
-    if dtype is None:
-        return model(tokens)
-    cast = {name: p.to(dtype) for name, p in model.named_parameters()}
-    return torch.func.functional_call(model, cast, (tokens,), tie_weights=True)
+def expected(case: Case) -> dict[str, Any]:
+    """Of the one of all cases that train alike unsharded."""
+    decay_differs = case.wrapping == "flat" and case.optimizer == "adamw"
+    accumulation = "none" if case.accumulation == "none" else "plain"
+    like = replace(case, wrapping="flat" if decay_differs else "root", accumulation=accumulation)
+    return cached(replace(like, checkpoint=False, options=(), as_on_tpu=False))
+
+
+def unsharded_on_xla(rank: int, case: Case) -> dict[str, Any]:
+    """On an XLA device, whose own way of computing a function is not at issue."""
+    return unsharded(replace(case, accumulation="plain"), torch_xla.device())
 
 
 def wrap(case: Case, model: nn.Module) -> nn.Module:
     kinds = {"flat": "flatten_parameters", "dim0": "shard_param_on_dim_0"}
-    options = {**case.options, **{kinds[name]: True for name in kinds if name == case.wrapping}}
+    options = dict(case.options, compute_dtype=case.compute_dtype)
+    options |= {option: True for name, option in kinds.items() if name == case.wrapping}
     fsdp = functools.partial(XlaFullyShardedDataParallel, **options)
     recomputed = checkpoint_module if case.checkpoint else lambda module: module
     if case.wrapping == "root":
@@ -185,43 +141,29 @@ def wrap(case: Case, model: nn.Module) -> nn.Module:
     return fsdp(model)
 
 
-def one_rank(rank: int, case: Case) -> dict[str, Any]:
-    current_rank().as_on_tpu = case.as_on_tpu
+def on_rank(rank: int, case: Case) -> dict[str, Any]:
+    trace_as_on_tpu(case.as_on_tpu)
     model = wrap(case, build(case))
-    metadata = model.get_shard_metadata()
 
     def mine(batch: torch.Tensor) -> torch.Tensor:
-        return batch.chunk(xr.world_size())[rank].to(torch_xla.device())
+        return batch.chunk(xr.world_size())[rank].to("xla")
 
     clip = functools.partial(model.clip_grad_norm_, CLIP, case.norm_type)
-    return {"metadata": metadata, **fit(case, model, mine, model, clip)}
+    found = fit(case, model, mine, model, clip)
+    return found | {kind: whole(model, found[kind]) for kind in ("gradients", "weights")}
 
 
-def merge(ranks: list[dict[str, Any]]) -> Run:
-    metadata = ranks[0]["metadata"]
-
-    def whole(key: str) -> dict[str, torch.Tensor]:
-        return consolidate_sharded_state_dicts([rank[key] for rank in ranks], metadata)
-
-    losses = [sum(step) / len(ranks) for step in zip(*(r["losses"] for r in ranks), strict=True)]
+def assert_equal(ranks: list[dict[str, Any]], reference: dict[str, Any], **tolerance) -> None:
+    close = functools.partial(torch.testing.assert_close, **tolerance)
     for rank in ranks:
         assert rank["norms"] == ranks[0]["norms"]
-    return Run(losses, ranks[0]["norms"], whole("gradients"), whole("weights"))
-
-
-def assert_equal(sharded: Run, reference: Run, rtol: float, atol: float) -> None:
-    close = functools.partial(torch.testing.assert_close, rtol=rtol, atol=atol)
-    close(torch.tensor(sharded.losses), torch.tensor(reference.losses))
-    close(torch.tensor(sharded.norms), torch.tensor(reference.norms))
-    for name in ("gradients", "weights"):
-        ours, theirs = getattr(sharded, name), getattr(reference, name)
-        assert ours.keys() == theirs.keys()
-        for key, value in theirs.items():
-            close(ours[key], value, msg=lambda text, key=key, name=name: f"{name} {key}: {text}")
+    losses = zip(*(rank["losses"] for rank in ranks), strict=True)
+    found = ranks[0] | {"losses": [sum(step) / len(ranks) for step in losses]}
+    for kind, value in reference.items():
+        close(found[kind], value, msg=lambda text, kind=kind: f"{kind}: {text}")
 
 
 WRAPPINGS = ["root", "nested", "auto", "flat", "dim0"]
-SLOW = pytest.mark.slow
 ACCUMULATIONS = ["none", "no_sync", "plain"]
 PRODUCT = list(itertools.product(WRAPPINGS, [True, False], [False, True], ACCUMULATIONS))
 COVERING = covering(PRODUCT, lambda cell: pairs_of(tuple(enumerate(cell))))
@@ -241,35 +183,20 @@ def cross() -> list:
     found = []
     for cell, (optimizer, norm, ranks, as_on_tpu) in zip(cells, rotation, strict=False):
         wrapping, reshard, *how = cell
-        options = {} if reshard else {"reshard_after_forward": False}
+        options = () if reshard else (("reshard_after_forward", False),)
         case = Case(wrapping, *how, optimizer, norm, options=options, as_on_tpu=as_on_tpu)
+        name = "-".join(map(str, [*cell, optimizer, norm, as_on_tpu, ranks]))
         marks = pytest.mark.slow if cell in COVERING else pytest.mark.full
         marks = () if cell in SINGLY else marks
-        found.append((ranks, pytest.param(case, ranks, marks=marks, id=f"{case}-{ranks}ranks")))
+        found.append((ranks, pytest.param(case, ranks, marks=marks, id=name)))
     # By ranks, else processes of ranks would be started over and over.
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-@pytest.fixture(scope="module")
-def trained_unsharded():
-    """``trained_unsharded(case, train)``: ``train(case)``, once for all that train alike."""
-    known = {}
-
-    def run(case: Case, train) -> Run:
-        case = unsharded_case(case)
-        key = repr(case)  # its options can not be hashed
-        if key not in known:
-            known[key] = train(case)
-        return known[key]
-
-    return run
-
-
 @pytest.fixture
-def check(run_ranks, trained_unsharded):
+def check(run_ranks):
     def run(case: Case, ranks: int, rtol: float, atol: float) -> None:
-        sharded = merge(run_ranks(one_rank, ranks, case))
-        assert_equal(sharded, trained_unsharded(case, unsharded), rtol, atol)
+        assert_equal(run_ranks(on_rank, ranks, case), expected(case), rtol=rtol, atol=atol)
 
     return run
 
@@ -283,15 +210,14 @@ def test_float32(check, case, ranks):
     "wrapping",
     [
         "nested",
-        *(pytest.param(wrapping, marks=SLOW) for wrapping in ("flat", "dim0")),
-        *(pytest.param(wrapping, marks=pytest.mark.full) for wrapping in ("root", "auto")),
+        *(slow(wrapping) for wrapping in ("flat", "dim0")),
+        *(only_full(wrapping) for wrapping in ("root", "auto")),
     ],
 )
-def test_float64_to_the_last_digits(run_ranks, trained_unsharded, wrapping):
+def test_float64_to_the_last_digits(run_ranks, wrapping):
     case = Case(wrapping, True, "no_sync", "adamw", dtype=torch.float64, as_on_tpu=True, steps=5)
-    sharded = merge(run_ranks(one_rank, 3, case))
-    reference = trained_unsharded(case, lambda like: run_ranks(unsharded_on_xla, 1, like)[0])
-    assert_equal(sharded, reference, rtol=1e-11, atol=1e-13)
+    (reference,) = run_ranks(unsharded_on_xla, 1, case)
+    assert_equal(run_ranks(on_rank, 3, case), reference, rtol=1e-11, atol=1e-13)
 
 
 NARROW = list(itertools.product(["nested", "flat", "dim0"], [torch.bfloat16, torch.half], [0, 1]))
@@ -301,14 +227,11 @@ NARROW_SINGLY = covering(covering(NARROW), lambda case: set(case[1:]))
 
 @pytest.mark.parametrize(
     "wrapping, compute_dtype, fp32_reduce_scatter",
-    [
-        case if case in NARROW_SINGLY else pytest.param(*case, marks=SLOW)
-        for case in covering(NARROW)
-    ],
+    [one if one in NARROW_SINGLY else slow(*one) for one in covering(NARROW)],
 )
 def test_narrow_compute_dtype(check, wrapping, compute_dtype, fp32_reduce_scatter):
-    options = {"compute_dtype": compute_dtype, "fp32_reduce_scatter": bool(fp32_reduce_scatter)}
-    case = Case(wrapping, True, "no_sync", options=options)
+    options = (("fp32_reduce_scatter", bool(fp32_reduce_scatter)),)
+    case = Case(wrapping, True, "no_sync", compute_dtype=compute_dtype, options=options)
     # Two ways of rounding to 8 or 11 bits, two steps on.
     tolerance = 0.06 if compute_dtype is torch.bfloat16 else 0.01
     check(case, 4, rtol=tolerance, atol=tolerance)
@@ -317,8 +240,7 @@ def test_narrow_compute_dtype(check, wrapping, compute_dtype, fp32_reduce_scatte
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_parameters(check, dtype):
-    case = Case("nested", False, "none", dtype=dtype, steps=3, one_program=False)
-    check(case, 3, rtol=0.1, atol=0.1)
+    check(Case("nested", False, "none", dtype=dtype, steps=3), 3, rtol=0.1, atol=0.1)
 
 
 def test_switches_do_not_change_results(check):
@@ -332,4 +254,4 @@ def test_switches_do_not_change_results(check):
         "reduce_scatter_bucket_size_mb": 8,
         "coalesce_all_gather_ops": True,
     }
-    check(Case("nested", True, options=options, one_program=False), 4, rtol=2e-4, atol=2e-5)
+    check(Case("nested", True, options=tuple(options.items())), 4, rtol=2e-4, atol=2e-5)

@@ -10,7 +10,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from faulty_disk import in_child
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, slow
 from torch import nn
 
 import xla_fsdp
@@ -45,11 +45,10 @@ class Run:
 
     def forward(self):
         """A batch by torch's generator; noise and dropout by that of the device."""
-        x = torch.randn(4, WIDTH).to(torch_xla.device())
+        x = torch.randn(4, WIDTH).to("xla")
         return self.model(x + 0.1 * torch.rand_like(x)).square().mean()
 
     def step(self, within=lambda: None):
-        """One step; ``within`` is called before it is synced."""
         loss = self.forward()
         loss.backward()
         self.optimizer.step()
@@ -134,7 +133,7 @@ def reads(run, folder):
     return list(everything.items())
 
 
-@pytest.mark.parametrize("form", ["class", pytest.param("in place", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["class", slow("in place")])
 @on_each_rank(2, timeout=900)
 def test_reading_and_saving_move_no_generator(rank, form, tmp_path):
     moved = []

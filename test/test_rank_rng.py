@@ -64,7 +64,7 @@ def draws():
     return [value.clone() for value in drawn]
 
 
-def models(rank):
+def models(rank, on_ranks):
     for _ in range(3):
         torch.manual_seed(7 if rank < 2 else rank)
         state = build_model().state_dict()
@@ -72,7 +72,7 @@ def models(rank):
     return list(state.values())
 
 
-def interleaved(rank):
+def interleaved(rank, on_ranks):
     torch.manual_seed(rank)
     out = []
     for _ in range(10):
@@ -81,10 +81,9 @@ def interleaved(rank):
     return out
 
 
-def shuffled_loader_and_random_split(rank):
+def shuffled_loader_and_random_split(rank, on_ranks):
     torch.manual_seed(3 + rank)
-    data = TensorDataset(torch.arange(20))
-    first, second = torch.utils.data.random_split(data, [12, 8])
+    first, second = torch.utils.data.random_split(TensorDataset(torch.arange(20)), [12, 8])
     seen = []
     for _ in range(2):
         for (batch,) in DataLoader(first, batch_size=5, shuffle=True):
@@ -93,7 +92,7 @@ def shuffled_loader_and_random_split(rank):
     return [*seen, torch.stack([second[i][0] for i in range(8)])]
 
 
-def states(rank):
+def states(rank, on_ranks):
     torch.manual_seed(rank)
     assert torch.initial_seed() == rank
     before = torch.get_rng_state()
@@ -108,18 +107,44 @@ def states(rank):
     return [first, forked, torch.rand(3)]
 
 
-@pytest.mark.parametrize("draw", [models, interleaved, shuffled_loader_and_random_split, states])
-def test_ranks_draw_what_a_process_of_their_own_would(run_ranks, draw):
-    for rank, got in enumerate(run_ranks(draw, N)):
-        for index, (one, other) in enumerate(zip(got, draw(rank), strict=True)):
-            assert torch.equal(one, other), f"rank {rank}, value {index}"
+def loaded_by_a_thread(rank, on_ranks):
+    import torch_xla.distributed.parallel_loader as pl
+
+    torch.manual_seed(rank)
+    loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=3, shuffle=True)
+    loader = pl.MpDeviceLoader(loader, torch_xla.device()) if on_ranks else loader
+    return [batch.cpu() for (batch,) in loader]
 
 
-def test_functions_that_a_library_replaces_draw_for_their_rank(run_ranks):
+def recomputed(rank, on_ranks):
+    torch.manual_seed(rank)
+    x = torch.ones(16).to("xla" if on_ranks else "cpu").requires_grad_()
+
+    def block(x):
+        return x * torch.rand(16).to(x.device)  # drawn on the CPU, again in backward
+
+    if on_ranks:
+        from torch_xla.utils.checkpoint import checkpoint
+    else:
+        from torch.utils.checkpoint import checkpoint
+    y = checkpoint(block, x, use_reentrant=True)
+    time.sleep(random.random() * 0.01)
+    y.sum().backward()
+    return [x.grad, torch.rand(2)]
+
+
+def skips_what_is_loaded(original):
+    return lambda tensor, *args, **kwargs: (
+        tensor if getattr(tensor, "is_loaded", False) else original(tensor, *args, **kwargs)
+    )
+
+
+def with_replaced_functions(rank, on_ranks):
     """As Transformers 5 does while it builds a model: functions of its own in torch's place."""
-
-    def build(rank, on_ranks):
-        values = []
+    values = []
+    if on_ranks:
+        vars(nn.init).update({name: skips_what_is_loaded(f) for name, f in INITIALIZATION.items()})
+    try:
         for _ in range(3):
             torch.manual_seed(rank)
             model = build_model()
@@ -132,56 +157,20 @@ def test_functions_that_a_library_replaces_draw_for_their_rank(run_ranks):
             values += [*model.parameters(), torch.rand(3)]
         if on_ranks:
             xm.rendezvous("built")  # ranks share the module whose functions are replaced
-        return [value.detach() for value in values]
-
-    def skips_what_is_loaded(original):
-        return lambda tensor, *args, **kwargs: (
-            tensor if getattr(tensor, "is_loaded", False) else original(tensor, *args, **kwargs)
-        )
-
-    def build_replaced(rank):
-        vars(nn.init).update({name: skips_what_is_loaded(f) for name, f in INITIALIZATION.items()})
-        try:
-            return build(rank, True)
-        finally:
-            vars(nn.init).update(INITIALIZATION)
-
-    for rank, got in enumerate(run_ranks(build_replaced, N)):
-        assert all(map(torch.equal, got, build(rank, False))), f"rank {rank}"
+    finally:
+        vars(nn.init).update(INITIALIZATION)
+    return [value.detach() for value in values]
 
 
-def test_device_loader_thread_draws_for_its_rank(run_ranks):
-    def batches(rank, on_ranks):
-        import torch_xla.distributed.parallel_loader as pl
-
-        torch.manual_seed(rank)
-        loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=3, shuffle=True)
-        loader = pl.MpDeviceLoader(loader, torch_xla.device()) if on_ranks else loader
-        return [batch.tolist() for (batch,) in loader]
-
-    assert run_ranks(batches, N, True) == [batches(rank, False) for rank in range(N)]
+DRAWS = [models, interleaved, shuffled_loader_and_random_split, states]
+DRAWS += [loaded_by_a_thread, recomputed, with_replaced_functions]
 
 
-def test_checkpoint_recomputes_with_the_ranks_state(run_ranks):
-    def grads(rank, device):
-        torch.manual_seed(rank)
-        x = torch.ones(16).to(device).requires_grad_()
-
-        def block(x):
-            return x * torch.rand(16).to(x.device)  # drawn on the CPU, again in backward
-
-        if device == "xla":
-            from torch_xla.utils.checkpoint import checkpoint
-        else:
-            from torch.utils.checkpoint import checkpoint
-        y = checkpoint(block, x, use_reentrant=True)
-        time.sleep(random.random() * 0.01)
-        y.sum().backward()
-        return x.grad, torch.rand(2)
-
-    for rank, (grad, after) in enumerate(run_ranks(grads, N, "xla")):
-        want_grad, want_after = grads(rank, "cpu")
-        assert torch.equal(grad, want_grad) and torch.equal(after, want_after)
+@pytest.mark.parametrize("draw", DRAWS)
+def test_ranks_draw_what_a_process_of_their_own_would(run_ranks, draw):
+    for rank, got in enumerate(run_ranks(draw, N, True)):
+        for index, (one, other) in enumerate(zip(got, draw(rank, False), strict=True)):
+            assert torch.equal(one, other), f"rank {rank}, value {index}"
 
 
 def test_device_random_numbers_are_the_ranks_own_too(run_ranks):

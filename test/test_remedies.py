@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from on_ranks import on_each_rank
+from small_models import Computes
 from torch import nn
 
 import xla_fsdp
@@ -173,8 +174,7 @@ def summoned_scanned(wrong):
     model = wrap(nn.Sequential(nn.Linear(4, 4), xla_fsdp.scan_blocks(linears())))
     with wrong(), model.summon_full_params(model):
         pass
-    state = xla_fsdp.full_state_dict(model, rank0_only=False)
-    xla_fsdp.load_full_state_dict(model, state)
+    xla_fsdp.load_full_state_dict(model, xla_fsdp.full_state_dict(model, rank0_only=False))
     with model.summon_full_params(model, recurse=False):
         assert model.module[0].weight.shape == (4, 4)
     model = wrap(nn.Linear(4, 4))
@@ -191,24 +191,16 @@ def summoned_scanned(wrong):
     model(x())
 
 
-class Reader(nn.Module):
-    """Calls a module inside of its block, as diffusers' DiT does."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def forward(self, x):
-        return self.block(x) + self.block[0](x)
-
-
 @case("wrap the module inside too")
 def module_inside_of_another_unit(wrong):
-    model = Reader()
+    def reader():  # calls a module inside of its block, as diffusers' DiT does
+        return Computes(lambda self, x: self.block(x) + self.block[0](x), block=linears())
+
+    model = reader()
     model.block = wrap(model.block)
     with wrong():
         wrap(model)(x())
-    model = Reader()
+    model = reader()
     for module in (model.block[0], model.block, model):
         xla_fsdp.fully_shard(module)
     trains(model)
@@ -251,19 +243,14 @@ def wrapped_twice(wrong):
 
 @case("has no forward.*Wrap its elements, or the module that calls them")
 def list_of_modules(wrong):
-    class Calls(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layers = nn.ModuleList([layer])
-
-        def forward(self, x):
-            return self.layers[0](x)
+    def calls(layer):
+        return Computes(lambda self, x: self.layers[0](x), layers=nn.ModuleList([layer]))
 
     for layers in (nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict({"a": nn.Linear(4, 4)})):
         with wrong():
             wrap(layers)
-    trains(wrap(Calls(nn.Linear(4, 4))))
-    trains(wrap(Calls(wrap(nn.Linear(4, 4)))))
+    trains(wrap(calls(nn.Linear(4, 4))))
+    trains(wrap(calls(wrap(nn.Linear(4, 4)))))
 
 
 @case("'0' is. Wrap either manually or by policy")
@@ -370,8 +357,7 @@ def drawn_on_the_host(wrong):
 
     class Drops(nn.Linear):
         def forward(self, x):
-            draw = torch.rand((), device=x.device)
-            return torch.where(draw < 0.5, x, super().forward(x))
+            return torch.where(torch.rand((), device=x.device) < 0.5, x, super().forward(x))
 
     with wrong():
         xla_fsdp.scan_blocks([Skips(4, 4), Skips(4, 4)])(x())

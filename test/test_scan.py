@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import on_each_rank, only_full, raises, slow, without_ranks
 from planned import training_step
-from test_comm_hooks import hybrid
-from test_special_uses import trace_as_on_tpu
+from small_models import Computes, hybrid, trace_as_on_tpu
 from torch import nn
 from zoo import Attention
 
@@ -95,9 +94,8 @@ def trained(rank, scanned, options, hold=False, **more):
     found = []
     for _ in range(2):
         for part in range(2):
-            x = torch.randn(2, 4, 5, generator=generator).to(torch_xla.device())
-            wait = model.no_sync() if hold and part == 0 else torch.enable_grad()
-            with wait:
+            x = torch.randn(2, 4, 5, generator=generator).to("xla")
+            with model.no_sync() if hold and part == 0 else torch.enable_grad():
                 loss = (model(x) - x).float().square().mean()
                 loss.backward()
         norm = model.clip_grad_norm_(0.7)
@@ -109,7 +107,6 @@ def trained(rank, scanned, options, hold=False, **more):
                 found.append(model(x).float().sum())
         torch_xla.sync()
     state = {name: value.cpu() for name, value in model.state_dict().items()}
-    # As many forwards: each block's own buffers are written.
     assert state["blocks.1.count"] == (6 if more else 4)
     return [value.item() for value in found], state, model.get_shard_metadata()
 
@@ -118,9 +115,7 @@ def assert_same(one, other, rtol, atol):
     (ours, state, metadata), (theirs, singly, described) = one, other
     close = functools.partial(torch.testing.assert_close, rtol=rtol, atol=atol)
     close(torch.tensor(ours), torch.tensor(theirs))
-    assert state.keys() == singly.keys()
-    for name, value in singly.items():
-        close(state[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    close(state, singly)
     assert metadata == described
 
 
@@ -143,8 +138,8 @@ FULL = [(2, BFLOAT16 | {"fp32_reduce_scatter": True}, False, NARROW)]
     "ranks, options, hold, close",
     [
         (3, {}, True, EXACT),  # no_sync changes nothing but the bytes sent
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in FULL),
+        *(slow(*case) for case in SLOW),
+        *(only_full(*case) for case in FULL),
     ],
 )
 @on_each_rank()
@@ -157,19 +152,18 @@ def test_equals_blocks_wrapped_singly(rank, options, hold, close):
     "ranks, options, on_tpu, rtol",
     [
         (2, ROWS, False, 0.0),
-        pytest.param(2, BFLOAT16, True, 0.0, marks=pytest.mark.slow),
-        pytest.param(4, HYBRID, False, 0.0, marks=pytest.mark.slow),
-        pytest.param(4, {"reshard_after_forward": 2}, False, 0.0, marks=pytest.mark.slow),
+        slow(2, BFLOAT16, True, 0.0),
+        slow(4, HYBRID, False, 0.0),
+        slow(4, {"reshard_after_forward": 2}, False, 0.0),
         # XLA on a CPU fuses, and so rounds, some of it otherwise: 7.5291286 for 7.5291281.
-        pytest.param(4, {"reshard_after_forward": 2}, True, 1e-5, marks=pytest.mark.slow),
+        slow(4, {"reshard_after_forward": 2}, True, 1e-5),
     ],
 )
 @on_each_rank()
 def test_prefetch_equals_the_loop_without(rank, options, on_tpu, rtol):
     options = of_rank(rank, options)
     trace_as_on_tpu(on_tpu)
-    results = (trained(rank, True, options, prefetch=how) for how in (True, False))
-    assert_same(*results, rtol, rtol)
+    assert_same(*(trained(rank, True, options, prefetch=how) for how in (True, False)), rtol, rtol)
 
 
 @on_each_rank(1)
@@ -184,22 +178,18 @@ def test_the_same_step_is_not_compiled_again(rank):
     assert counts[3] == counts[1]
 
 
-class Dropped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4096))
-
-    def forward(self, x):
-        return F.dropout(x, 0.5) * self.weight
+def dropped():
+    weight = nn.Parameter(torch.ones(4096))
+    return Computes(lambda self, x: F.dropout(x, 0.5) * self.weight, weight=weight)
 
 
 @on_each_rank(2)
 def test_each_block_draws_for_itself_and_the_backward_draws_the_same(rank):
     found = []
     for prefetch in (False, True):
-        blocks = scan_blocks((Dropped() for _ in range(2)), prefetch=prefetch)
+        blocks = scan_blocks((dropped() for _ in range(2)), prefetch=prefetch)
         xm.set_rng_state(7 + rank)
-        x = torch.ones(4096, device=torch_xla.device(), requires_grad=True)
+        x = torch.ones(4096, device="xla", requires_grad=True)
         for _ in range(2):
             y = blocks(x)
             grads = torch.autograd.grad(y.sum(), [x, *blocks.parameters()])
@@ -256,40 +246,35 @@ class Small(nn.Module):
         return torch.cat([y, y]) if self.double else x + y
 
 
-def _refusals():
+@on_each_rank(1)
+def test_says_what_is_wrong(rank):
     frozen, in_eval = Small(), Small().eval()
     frozen.norm.bias.requires_grad_(False)
     double = Small(bias=False).to(torch.float64)
-    return [
+    trainable = "norm.bias: parameter of shape (4,), float32, trainable in block"
+    for blocks, options, expected in (
         ([], {}, "at least one block"),
         ([3], {}, "block 0 must be a torch.nn.Module, got int"),
         ([Small(), Small(relu=True)], {}, "act: GELU in block 0, ReLU in block 1"),
         ([Small(), Small(), Small(eps=1e-6)], {}, "norm.eps: 1e-05 in block 0, 1e-06 in block 2"),
         ([Small(), Small(bias=False)], {}, "linear.bias: parameter of shape (4,), float32"),
         ([Small(bias=False), double], {}, "float64, trainable in block 1"),
-        ([Small(), frozen], {}, "norm.bias: parameter of shape (4,), float32, trainable in block"),
+        ([Small(), frozen], {}, trainable),
         ([Small(), in_eval], {}, "training: True in block 0, False in block 1"),
         ([Small(number=0), Small(number=1)], {}, "number: 0 in block 0, 1 in block 1"),
         ([nn.Sequential(nn.LSTM(4, 4))], {}, "recurrent"),
         ([XlaFullyShardedDataParallel(Small())], {}, "block 0 is wrapped"),
         ([checkpoint_module(Small())], {}, "forward of block 0 was replaced"),
         ([Small()], {"prefetch": 2}, "prefetch must be True or False, got 2"),
-    ]
-
-
-@on_each_rank(1)
-def test_says_what_is_wrong(rank):
-    for blocks, options, expected in _refusals():
-        with pytest.raises((ValueError, TypeError), match=re.escape(expected)):
-            scan_blocks(blocks, **options)
+    ):
+        raises((ValueError, TypeError), re.escape(expected), scan_blocks, blocks, **options)
     differing = scan_blocks([Small(number=0), Small(number=1)], ignore=["number"])
     assert len(differing) == 2
     x = torch.ones(2, 4, device="xla")
     text = re.escape("returned (4, 4), torch.float32 for an input of (2, 4)")
     with pytest.raises(ValueError, match=text):
         scan_blocks([Small(double=True)])(x)
-    with pytest.raises(TypeError, match="floating-point tensor as first argument, got torch.int64"):
-        differing(x.long())
+    raises(TypeError, "floating-point tensor as first argument, got torch", differing, x.long())
 
 
 @on_each_rank(1)
@@ -377,10 +362,8 @@ def test_on_the_tpu_compiler(tmp_path):
 
 
 def _clipped_step():
-    blocks = [
-        nn.Sequential(nn.Linear(512, 2048, False), nn.GELU(), nn.Linear(2048, 512, False))
-        for _ in range(4)
-    ]
+    up, down = (512, 2048, False), (2048, 512, False)
+    blocks = [nn.Sequential(nn.Linear(*up), nn.GELU(), nn.Linear(*down)) for _ in range(4)]
     blocks = scan_blocks(blocks, compute_dtype=torch.bfloat16)
     model = nn.Sequential(nn.Linear(512, 512), blocks, nn.Linear(512, 512))
     model = XlaFullyShardedDataParallel(model, compute_dtype=torch.bfloat16)
@@ -410,8 +393,7 @@ def test_refused_where_gathers_run_beside_loops(tmp_path):
         # With this one the compiler dies of the program.
         beside = "--xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
         os.environ["LIBTPU_INIT_ARGS"] = f"{beside}=true"
-        with pytest.raises(RuntimeError, match=f"TPU v6 lite .*{beside}=true; take it out"):
-            planned()
+        raises(RuntimeError, f"TPU v6 lite .*{beside}=true; take it out", planned)
     finally:
         os.environ.clear()
         os.environ.update(kept)

@@ -4,10 +4,10 @@ import pytest
 import test_comm_hooks
 import torch
 import torch_xla
-from on_ranks import finish_step, on_each_rank, without_ranks
+from on_ranks import finish_step, on_each_rank, raises, without_ranks
 from planned import training_step
-from test_comm_hooks import RATE, STEPS, assert_close, hybrid, train
-from test_special_uses import trace_as_on_tpu
+from small_models import Computes, hybrid, trace_as_on_tpu
+from test_comm_hooks import RATE, STEPS, assert_close, train
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -77,8 +77,7 @@ def test_hooks_reduce_in_the_loop(rank):
     assert_close(plain, expected)
     for hook, digits in ((comm_hooks.bf16_compress_hook, 8), (comm_hooks.fp16_compress_hook, 11)):
         found = sharded(rank, hook)
-        moved = sum((found[name] - value).abs().sum() for name, value in expected.items())
-        assert moved > 0
+        assert sum((found[name] - value).abs().sum() for name, value in expected.items()) > 0
         assert_close(found, expected, 8 * 2**-digits)
 
     seen = []
@@ -122,8 +121,7 @@ def test_a_hook_that_stores_gradients_of_the_loop_raises(rank):
         (keeps, [], "stored, or changed in place.*Wrap each block separately"),
         (adds, torch.zeros(()).to("xla"), r"of shapes \[\(\)\] that contain gradients"),
     ):
-        with pytest.raises(RuntimeError, match=said):
-            backward(hook, state)
+        raises(RuntimeError, said, backward, hook, state)
         torch_xla.sync()  # what was kept has values, if no sensible ones
 
 
@@ -140,14 +138,12 @@ def _scanned():
 @without_ranks
 def test_the_loops_on_the_tpu_compiler():
     options = {"cache": False, "progress": False}
-    step = training_step(_scanned, 8, 128, WIDE)
-    report = plan(step, "v5litepod-8", ranks=[0, 7], **options)
+    report = plan(training_step(_scanned, 8, 128, WIDE), "v5litepod-8", ranks=[0, 7], **options)
     assert report.executables == 1
     inside = [one for one in report.schedule.collectives if one.times == BLOCKS]
     matrix = WIDE * WIDE * 2  # bytes, in bfloat16
-    sent = {
-        (one.phase, one.group_size): one.wire_bytes for one in inside if one.kind == "all-gather"
-    }
+    gathers = [one for one in inside if one.kind == "all-gather"]
+    sent = {(one.phase, one.group_size): one.wire_bytes for one in gathers}
     assert sent == {("forward", 8): matrix * 7 // 8, ("backward", 2): matrix // 2}, sent
 
 
@@ -199,8 +195,7 @@ def test_what_is_offloaded_and_what_is_refused(rank):
         x = torch.linspace(-1, 1, 192).view(16, 12).to("xla").requires_grad_()
         odd = (x[:5, :3] * 2).clone()  # no rows of eight
         block(x * 1.0, mask, odd=odd).square().sum().backward()
-        hlo = torch_xla._XLAC._get_xla_tensors_hlo([x.grad])
-        assert ("dynamic-update-slice" in hlo) is offload
+        assert ("dynamic-update-slice" in torch_xla._XLAC._get_xla_tensors_hlo([x.grad])) is offload
         grads.append([x.grad.cpu(), *(p.grad.cpu() for p in block.parameters() if p.requires_grad)])
         block.zero_grad()
     torch.testing.assert_close(*grads)
@@ -211,20 +206,15 @@ def test_what_is_offloaded_and_what_is_refused(rank):
     torch_xla.sync()
     assert all(p.grad is not None for p in single.parameters() if p.requires_grad)
     for wrong in (lambda: checkpoint_module(block, offload=1), lambda: scan_blocks([], offload=1)):
-        with pytest.raises(TypeError, match="offload must be True or False, got 1"):
-            wrong()
+        raises(TypeError, "offload must be True or False, got 1", wrong)
 
 
 SIZE, INPUT = 256, 4 * 1024 * 256 * 2  # bytes of a block's input, in bfloat16
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE)
-
-    def forward(self, x):
-        return x + nn.functional.gelu(self.linear(x))
+def gelu_layer():
+    linear = nn.Linear(SIZE, SIZE)
+    return Computes(lambda self, x: x + nn.functional.gelu(self.linear(x)), linear=linear)
 
 
 @pytest.mark.slow
@@ -235,7 +225,7 @@ def test_on_the_tpu_compiler(scans):
 
     def model():
         narrow = {"compute_dtype": torch.bfloat16}
-        layers = [Layer() for _ in range(depth)]
+        layers = [gelu_layer() for _ in range(depth)]
         if scans:
             blocks = scan_blocks(layers, offload=True, **narrow)
         else:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank
-from test_comm_hooks import hybrid
+from on_ranks import on_each_rank, raises
+from small_models import Computes, hybrid, mean_square
 from torch import nn
 
 import xla_fsdp
@@ -130,8 +130,7 @@ def test_operations_are_as_in_one_process(rank, form):
     for one in (p, p.detach(), torch.zeros_like(p)):
         assert one.shape == plain.shape
         if several and one is p:  # whose dimensions?
-            with pytest.raises(xla_fsdp.ShardedParameterError, match="parameter groups by name"):
-                one.dim()
+            raises(xla_fsdp.ShardedParameterError, "parameter groups by name", one.dim)
         else:
             assert one.dim() == one.ndim == plain.dim()
         assert one.numel() == plain.numel() and one.size() == plain.size()
@@ -316,9 +315,8 @@ def test_averaged_models_and_clipped_values(rank):
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     plain, model = nets()
-    averages = [
-        AveragedModel(one, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for one in (plain, model)
-    ]
+    average = get_ema_multi_avg_fn(0.5)
+    averages = [AveragedModel(one, multi_avg_fn=average) for one in (plain, model)]
     for step in range(2):
         give_gradients(plain, model, step)
         for one in (plain, model):
@@ -435,25 +433,19 @@ def gradient_penalty(model, x):
     return sum(g.square().sum() for g in gradients) * model(x).mean().detach()
 
 
-class Inside(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
+def inside_of(inner):
+    def compute(self, x):
         y = self.inner(x)
         decay = sum(p.square().sum() for p in self.inner.parameters()) + self.inner[0].bias.sum()
         return y * decay
 
-
-def read_inside(model, x):
-    return model(x).pow(2).mean()
+    return Computes(compute, inner=inner)
 
 
 LOSSES = {
     "weighted": (weighted_penalty, False),
     "of gradients": (gradient_penalty, False),
-    "in a forward": (read_inside, True),
+    "in a forward": (mean_square, True),
 }
 RANKS = 4
 WRAPPINGS = {
@@ -470,11 +462,11 @@ WRAPPINGS = {
 @on_each_rank(RANKS)
 def test_gradients_of_reductions_in_a_loss(rank, case, wrapping):
     loss_of, inside = LOSSES[case]
-    plain = Inside(built()) if inside else built()
+    plain = inside_of(built()) if inside else built()
     sum(loss_of(plain, batch(r)) / RANKS for r in range(RANKS)).backward()
     wrap = WRAPPINGS[wrapping]
     model = wrap(rank, built())
-    model = wrap(rank, Inside(model)) if inside else model
+    model = wrap(rank, inside_of(model)) if inside else model
     loss_of(model, batch(rank).to("xla")).backward()
     found = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
     expected = {name: p.grad for name, p in plain.named_parameters()}

@@ -1,22 +1,26 @@
-"""Uses that were wrong without a word: each equals plain torch, or names parameter and remedy."""
+"""Uses that were silently wrong, and first mistakes: as plain torch, or a message with a remedy."""
 
 import copy
 import functools
+import itertools
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank
-from rank_warnings import warnings_of_ranks
-from test_special_uses import (
+from on_ranks import on_each_rank, raises
+from rank_warnings import every_rank_warns, warnings_of_ranks
+from small_models import (
     WIDTH,
+    Computes,
     assert_same_backward,
     assert_same_gradients,
-    gradients,
+    here,
     inputs,
     inputs_of_all,
+    mean_square,
     mlp,
     whole,
     wrapped,
@@ -25,53 +29,45 @@ from torch import nn
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import always_wrap_policy, register_fsdp_forward_method
+from xla_fsdp import always_wrap_policy, register_fsdp_forward_method, scan_blocks
+from xla_fsdp.optim import LAMB, LARS, Adafactor
 
 
-def here(rank: int, step: int = 0) -> torch.Tensor:
-    return inputs(rank, step).to(torch_xla.device())
+def clamped(weight):
+    with torch.no_grad():
+        weight.clamp_(-0.1, 0.1)
 
 
-class Changes(nn.Module):
-    def __init__(self, way: str):
-        super().__init__()
-        torch.manual_seed(3)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.way = way
+CHANGES = {
+    "data": lambda layer: setattr(layer.weight, "data", layer.weight.detach() * 0.5),
+    "data in place": lambda layer: layer.weight.data.mul_(0.5),
+    "in place": lambda layer: clamped(layer.weight),
+    "another": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach() * 0.5)),
+}
 
-    def forward(self, x):
-        weight = self.layer.weight
-        if self.way == "data":
-            weight.data = weight.detach() * 0.5
-        elif self.way == "data in place":
-            weight.data.mul_(0.5)
-        elif self.way == "in place":
-            with torch.no_grad():
-                weight.clamp_(-0.1, 0.1)
-        elif self.way == "after its use":
-            y = self.layer(x)
-            with torch.no_grad():
-                weight.clamp_(-0.1, 0.1)
-            return y
-        elif self.way == "another":
-            self.layer.weight = nn.Parameter(weight.detach() * 0.5)
-        elif self.way == "a copy":
-            return F.linear(x, weight.clamp(-0.1, 0.1), self.layer.bias)
-        elif self.way == "on the host":
-            return (x.cpu() @ weight.cpu().t()).to(x.device)
-        return self.layer(x)
+
+def with_layer(compute, **more):
+    torch.manual_seed(3)
+    return Computes(compute, layer=nn.Linear(WIDTH, WIDTH), **more)
 
 
 @on_each_rank(2)
 def test_a_forward_may_compute_with_its_parameters_but_not_change_them(rank):
-    for way in ("data", "data in place", "in place", "after its use", "another"):
-        for grad in (True, False):
-            model = wrapped(Changes(way))
-            with torch.set_grad_enabled(grad):
-                with pytest.raises(RuntimeError, match="forward .* its parameter 'layer.weight'"):
-                    model(here(rank))
-    for way in ("a copy", "on the host"):  # the remedy that the message names, and another use
-        assert_same_backward(wrapped(Changes(way)), Changes(way), rank)
+    for change, grad, late in itertools.product(CHANGES.values(), (True, False), (True, False)):
+
+        def changes(self, x, change=change, late=late):
+            y = self.layer(x) if late else None
+            change(self.layer)
+            return y if late else self.layer(x)
+
+        with torch.set_grad_enabled(grad):
+            with pytest.raises(RuntimeError, match="forward .* its parameter 'layer.weight'"):
+                wrapped(with_layer(changes))(here(rank))
+    for compute in (  # the remedy of the message, and another use
+        lambda self, x: F.linear(x, self.layer.weight.clamp(-0.1, 0.1), self.layer.bias),
+        lambda self, x: (x.cpu() @ self.layer.weight.cpu().t()).to(x.device),
+    ):
+        assert_same_backward(wrapped(with_layer(compute)), with_layer(compute), rank)
     for kind in (nn.Embedding, nn.EmbeddingBag):
         for option, value in (("max_norm", 0.1), ("scale_grad_by_freq", True), ("sparse", True)):
             with pytest.raises(ValueError, match=f"Embedding.* '0' has {option}={value}"):
@@ -85,7 +81,7 @@ def test_weights_changed_between_forward_and_backward_are_refused(rank, reshard)
         model = wrapped(mlp(), "1", reshard_after_forward=reshard)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         saved = copy.deepcopy(model.state_dict())
-        loss = model(here(rank)).square().mean()
+        loss = mean_square(model, here(rank))
         loss.backward(retain_graph=True)
         if way == "step":
             optimizer.step()
@@ -97,23 +93,17 @@ def test_weights_changed_between_forward_and_backward_are_refused(rank, reshard)
                     parameter.data = parameter * 2
         if way == "load":
             model.load_state_dict(saved)
-        with pytest.raises(
-            RuntimeError, match=r"parameter '[\w.]*weight' was changed between a forward and its"
-        ):
-            loss.backward()
+        text = r"parameter '[\w.]*weight' was changed between a forward and its"
+        raises(RuntimeError, text, loss.backward)
         model.zero_grad()
-        model(here(rank)).square().mean().backward()  # the remedy
-
-
-def table():
-    """Needs no weight in its backward: plain torch lets it change."""
-    torch.manual_seed(3)
-    return nn.Embedding(8, WIDTH)
+        mean_square(model, here(rank)).backward()  # the remedy
 
 
 @on_each_rank(2)
 def test_changes_that_the_backward_does_not_see_are_as_in_plain_torch(rank):
-    plain, model = table(), wrapped(table())
+    torch.manual_seed(3)
+    table = nn.Embedding(8, WIDTH)  # needs no weight in its backward: plain torch lets it change
+    plain, model = table, wrapped(copy.deepcopy(table))
     for one, device in ((plain, "cpu"), (model, torch_xla.device())):
         out = one(torch.tensor([1, 2, 2]).to(device)).square().sum()
         with torch.no_grad():
@@ -123,60 +113,45 @@ def test_changes_that_the_backward_does_not_see_are_as_in_plain_torch(rank):
     assert_same_gradients(model, plain)
 
 
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
-
-    def forward(self, x):
+def with_complex_weight():
+    def compute(self, x):
         y = x.to(torch.complex64) @ self.weight
-        return y.real * y.imag + y.imag
+        return 12 * (y.real * y.imag + y.imag)
+
+    torch.manual_seed(3)
+    return Computes(compute, weight=nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64)))
 
 
+def multiplied(factor, model):
+    """A middle layer's gradient alone; not of the padding, which is zero."""
+    parameter = dict(model.named_parameters())["1.0.bias"]
+    parameter.register_hook(lambda grad: torch.where(grad == 0, grad, grad * factor))
+
+
+@pytest.mark.parametrize(
+    "build, loss_of, factor",
+    [
+        pytest.param(with_complex_weight, lambda model, x: model(x).mean(), None, id="complex"),
+        *((mlp, mean_square, float(factor)) for factor in ("nan", "inf")),
+    ],
+)
 @on_each_rank(2)
-def test_norms_of_complex_gradients(rank):
+def test_norms_of_unusual_gradients(rank, build, loss_of, factor):
     for norm_type in (1.0, 2.0, 3.0, float("inf")):
-        plain, model = Complex(), wrapped(Complex())
-        model(here(rank)).sum().backward()
+        plain, model = build(), wrapped(build(), *(["1"] if factor else []))
+        for one, x in ((plain, inputs_of_all()), (model, here(rank))):
+            if factor:
+                multiplied(factor, one)
+            loss_of(one, x).backward()
         norm = model.clip_grad_norm_(0.5, norm_type)
-        plain(inputs_of_all()).sum().div(2).backward()
         # torch_xla replaces torch's function by one that fails for complex gradients.
-        grad = plain.weight.grad.clone()
-        expected = torch.linalg.vector_norm(grad, norm_type)
-        plain.weight.grad = grad * (0.5 / (expected + 1e-6)).clamp(max=1.0)
-        torch_xla.sync()
-        torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-5)
-        assert_same_gradients(model, plain)
-
-
-@on_each_rank(2)
-def test_norms_of_gradients_that_are_not_finite(rank):
-    for factor in (float("nan"), float("inf")):
-        for norm_type in (1.0, 2.0, float("inf")):
-            plain, model = mlp(), wrapped(mlp(), "1")
-            # The middle layers' gradients alone are not finite.
-            for one, name in ((plain, "1.0.bias"), (model, "1.0.bias")):
-                parameter = dict(one.named_parameters())[name]
-                # Not of the padding, which is zero.
-                parameter.register_hook(
-                    lambda grad, factor=factor: torch.where(grad == 0, grad, grad * factor)
-                )
-            model(here(rank)).square().mean().backward()
-            norm = model.clip_grad_norm_(0.5, norm_type)
-            plain(inputs_of_all()).square().mean().backward()
-            grads = [p.grad for p in plain.parameters()]
-            every = torch.cat([grad.reshape(-1) for grad in grads])
-            expected = torch.linalg.vector_norm(every, norm_type)
-            for grad in grads:
-                grad.mul_((0.5 / (expected + 1e-6)).clamp(max=1.0))
-            torch_xla.sync()
-            torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-6, equal_nan=True)
-            ours = gradients(model)
-            for name, parameter in plain.named_parameters():
-                torch.testing.assert_close(
-                    ours[name], parameter.grad, rtol=1e-4, atol=1e-6, equal_nan=True
-                )
+        grads = [p.grad for p in plain.parameters()]
+        expected = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]), norm_type)
+        for grad in grads:
+            grad.mul_((0.5 / (expected + 1e-6)).clamp(max=1.0))
+        assert factor or expected > 0.5  # so that it matters
+        torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+        assert_same_gradients(model, plain, equal_nan=True)
 
 
 @on_each_rank(2)
@@ -199,7 +174,7 @@ def test_loss_scaling_asks_all_ranks(rank):
         theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
         scaler = kind(init_scale=8.0, growth_interval=1)
         before = values(model)
-        scaler.scale(model(here(rank)).square().mean()).backward()
+        scaler.scale(mean_square(model, here(rank))).backward()
         if rank == bad:
             next(model.parameters()).grad.to_local()[0] = float("inf")
         if not fused:
@@ -209,7 +184,7 @@ def test_loss_scaling_asks_all_ranks(rank):
         scaler.update()
         after = values(model)
         if bad is None:
-            plain(inputs_of_all()).square().mean().backward()
+            mean_square(plain, inputs_of_all()).backward()
             if not fused:
                 expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
                 torch.testing.assert_close(norm.cpu(), expected, rtol=1e-4, atol=1e-6)
@@ -225,12 +200,9 @@ def test_loss_scaling_asks_all_ranks(rank):
     model = wrapped(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(here(rank)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"call optimizer.step\(\)"):
-        xm.optimizer_step(optimizer)
-    with pytest.raises(RuntimeError, match=r"of different shards, such as that of '0.weight'"):
-        xm.reduce_gradients(optimizer)
-    with pytest.raises(RuntimeError, match="'0.weight', by those of the first rank"):
-        xm.broadcast_master_param(model)
+    raises(RuntimeError, r"call optimizer.step\(\)", xm.optimizer_step, optimizer)
+    raises(RuntimeError, "shards, such as that of '0.weight'", xm.reduce_gradients, optimizer)
+    raises(RuntimeError, "'0.weight', by those of the first rank", xm.broadcast_master_param, model)
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
     with pytest.raises(RuntimeError, match="needs parameter '0.weight'"):
@@ -282,27 +254,24 @@ class Around(nn.Module):
 @pytest.mark.parametrize("rows", [False, True])
 @on_each_rank(2)
 def test_parameters_of_another_unit(rank, rows):
-    i = torch.tensor([1, 2]).to(torch_xla.device())
+    i = torch.tensor([1, 2]).to("xla")
     model = wrapped(Tied(), "embed", shard_param_on_dim_0=rows)
     for one in (model, copy.deepcopy(model)):
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
                 text = "needs parameter 'embed.weight', which is.*or exclude that module from the p"
-                with pytest.raises(RuntimeError, match=text):
-                    one(i)
+                raises(RuntimeError, text, one, i)
     assert model.size() == 10 * WIDTH
     for kind in (Tied, Around):
         plain, model = kind(), wrapped(kind(), shard_param_on_dim_0=rows)
-        with pytest.raises(RuntimeError, match="needs parameter '.*register_fsdp_forward_method"):
-            model.encode(i)
+        raises(RuntimeError, "needs parameter '.*register_fsdp_forward_method", model.encode, i)
         register_fsdp_forward_method(model, "encode")
         model(i).square().sum().backward()
         model.encode(i).square().sum().backward()
         plain(i.cpu()).square().sum().backward()
         plain.encode(i.cpu()).square().sum().backward()
         assert_same_gradients(model, plain)
-    with pytest.raises(AttributeError, match="Around has no method .decode."):
-        register_fsdp_forward_method(model, "decode")
+    raises(AttributeError, "has no method .decode.", register_fsdp_forward_method, model, "decode")
     register_fsdp_forward_method(plain, "encode")  # of no effect
 
     torch.manual_seed(3)
@@ -311,23 +280,21 @@ def test_parameters_of_another_unit(rank, rows):
     x = torch.randn(2, 3, 8)
     model = FSDP(nn.Sequential(attention), auto_wrap_policy=always_wrap_policy)
     model = model[0]
-    model(*[x.to(torch_xla.device())] * 3)[0].square().sum().backward()
+    model(*[x.to("xla")] * 3)[0].square().sum().backward()
     plain(x, x, x)[0].square().sum().backward()
     assert_same_gradients(model, plain)
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     attention.out_proj = FSDP(attention.out_proj)
     with pytest.raises(RuntimeError, match="needs parameter 'out_proj.weight'"):
-        FSDP(attention)(*[x.to(torch_xla.device())] * 3)
+        FSDP(attention)(*[x.to("xla")] * 3)
 
 
 @on_each_rank(2)
 def test_what_a_wrapper_can_not_use_is_refused(rank):
     model = wrapped(nn.Sequential(mlp()), "0")
-    with pytest.raises(RuntimeError, match=r"got a tensor of shape \(2, 6\) on cpu.*\.to\('xla"):
-        model(inputs(rank))
+    raises(RuntimeError, r"got a tensor of shape \(2, 6\) on cpu.*\.to\('xla", model, inputs(rank))
     for move in (lambda: model.cpu(), lambda: nn.Sequential(model).to("cpu")):
-        with pytest.raises(RuntimeError, match="shards of a wrapped module stay on xla"):
-            move()
+        raises(RuntimeError, "shards of a wrapped module stay on xla", move)
     model.to("xla").double().float()
     flat = FSDP(mlp(), flatten_parameters=True)
     with pytest.raises(RuntimeError, match="module '0.0' are flattened into the vector of another"):
@@ -339,26 +306,23 @@ def test_what_a_wrapper_can_not_use_is_refused(rank):
     given = {name: value.to("xla") for name, value in given.items()}
     with pytest.raises(RuntimeError, match="is not the shard that .*functional_call"):
         torch.func.functional_call(model, given, (here(rank),))
-    own = dict(model.named_parameters())
-    again = torch.func.functional_call(model, own, (here(rank),))
+    again = torch.func.functional_call(model, dict(model.named_parameters()), (here(rank),))
     torch.testing.assert_close(again.cpu(), plain(inputs(rank)), rtol=1e-5, atol=1e-6)
     model.module[0].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, device="xla"))
-    with pytest.raises(RuntimeError, match="parameter '0.weight' is not the shard"):
-        model(here(rank))
+    raises(RuntimeError, "parameter '0.weight' is not the shard", model, here(rank))
 
 
 @on_each_rank(2)
 def test_names_are_those_of_plain_torch(rank):
     parent = nn.Sequential(wrapped(mlp(), "1"), nn.Linear(3, 3), wrapped(mlp()))
-    parent.to(torch_xla.device())
+    parent.to("xla")
     plain = nn.Sequential(mlp(), nn.Linear(3, 3), mlp())
     expected = [name for name, _ in plain.named_parameters()]
     for one in (parent, plain):
         assert [name for name, _ in one.named_parameters()] == expected
         assert list(one.state_dict()) == expected
-        assert list(dict.fromkeys(n for n, _ in one.named_modules())) == [
-            name for name, _ in plain.named_modules()
-        ]
+        names = list(dict.fromkeys(name for name, _ in one.named_modules()))
+        assert names == [name for name, _ in plain.named_modules()]
     for name, _ in plain.named_modules():
         parent.get_submodule(name)
     state = parent.state_dict()
@@ -375,28 +339,22 @@ def test_names_are_those_of_plain_torch(rank):
     assert (found.missing_keys, found.unexpected_keys) == (["2.0.weight"], ["2.0.other"])
 
 
-class Tempered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.temperature = 1.0
-        self._depth = 1
-
-    def forward(self, x):
-        return self.added(self.layer(x) * self.temperature * self.gain + self._depth)
-
-
 @on_each_rank(2)
 def test_attributes_set_on_the_wrapper_are_the_modules(rank):
-    plain, model = Tempered(), wrapped(Tempered())
+    def tempered():
+        return with_layer(
+            lambda self, x: self.added(self.layer(x) * self.temperature * self.gain + self._depth),
+            temperature=1.0,
+            _depth=1,
+        )
+
+    plain, model = tempered(), wrapped(tempered())
     for one in (plain, model):
         one.temperature, one._depth, one.note = 3.0, 5, "mine"
         gain = torch.tensor(2.0, device="cpu" if one is plain else "xla")
         one.register_buffer("gain", gain, persistent=False)
         one.add_module("added", nn.ReLU())
-    out = model(here(rank))
-    torch.testing.assert_close(out.cpu(), plain(inputs(rank)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model(here(rank)).cpu(), plain(inputs(rank)), rtol=1e-5, atol=1e-6)
     assert model.module.temperature == model.temperature == 3.0
     assert model.note == model.module.note == "mine"
     assert model.module.gain is model.gain and "gain" not in model.state_dict()
@@ -414,7 +372,7 @@ def test_likely_mistakes_are_told_of(rank):
         return xm.mesh_reduce("found", found, lambda lists: sum(lists, []))
 
     model = wrapped(mlp())
-    model.module.add_module("late", nn.Linear(3, 3).to(torch_xla.device()))
+    model.module.add_module("late", nn.Linear(3, 3).to("xla"))
     found = warned(model)
     assert any("'late.weight', 'late.bias' came into the model after" in one for one in found)
 
@@ -462,7 +420,7 @@ def test_states_of_rank_0_everywhere(rank, options):
 
 def programs_of_states(rank, layers, width):
     torch_xla.sync()
-    mine = torch.full((3,), rank + 1.0).to(torch_xla.device())
+    mine = torch.full((3,), rank + 1.0).to("xla")
     total = xm.all_reduce(xm.REDUCE_SUM, mine)  # pending all the while
     before = sum(xla_fsdp.compilation_counts())
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
@@ -518,3 +476,347 @@ def test_a_reference_in_plain_torch_comes_first(run_script, kind, remedy, result
     assert "this process ran a backward before XLA's runtime started" in refused.stdout
     assert remedy in refused.stdout
     assert run_script(REFERENCE_FIRST, kind, "started").stdout.endswith(f"{result}\n")
+
+
+WIDE = 128
+
+
+class Model(nn.Module):
+    """Vectors as long as a shard: of these, one rank has all and the other nothing."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.LayerNorm(WIDE)
+        self.layer = nn.Linear(WIDE, 3)
+        self.penalised = [self.layer.weight]
+
+    def forward(self, x, penalty=False):
+        y = self.layer(self.norm(x))
+        return y.sum() + sum(p.square().sum() for p in self.penalised) if penalty else y
+
+
+def layers_called_by_themselves(rank):
+    x = torch.ones(2, WIDE).to("xla")
+    for options in ({}, {"shard_param_on_dim_0": True}, {"flatten_parameters": True}):
+        model = wrapped(Model(), **options)
+        model(x)
+        for call in (model.norm, model.layer, model.module):
+            raises(RuntimeError, "(norm|layer).*is sharded here.*all the wrap", call, x)
+        assert torch.equal(model(x).cpu(), Model()(x.cpu()))
+
+    def reads(self, x):
+        return nn.functional.linear(x, self.layer.weight)
+
+    layer = wrapped(nn.Linear(WIDE, 6), shard_param_on_dim_0=True)
+    with pytest.raises(RuntimeError, match="'weight', which is sharded here"):
+        Computes(reads, layer=layer)(x)  # which has no wrapper itself
+    model = wrapped(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(WIDE, 6))))
+    with pytest.raises(RuntimeError, match="weight.original.', which is sharded here"):
+        print(model[0].weight)
+
+
+def objects_kept_from_before(rank):
+    plain = Model()
+    before = list(plain.parameters())
+    model = wrapped(plain)
+    text = "square needs .*'layer.weight' in its wrapper.* empty.* shards from model.parameters"
+    raises(RuntimeError, text, model, torch.ones(2, WIDE).to("xla"), penalty=True)
+    text = "no effect.*'norm.bias' in its wrapper.*Freeze and unfreeze parameters of the wrapped"
+    with pytest.raises(RuntimeError, match=text):
+        before[1].requires_grad = False
+    with pytest.raises(RuntimeError, match="to .data needs .*'norm.weight' in its wrapper"):
+        before[0].data = torch.zeros(WIDE)
+    before[0].requires_grad_()
+    # What needs no values is answered. One that is tied to it finds its shards, if it can.
+    assert before[0].dtype is torch.float32 and before[0].requires_grad and before[0].grad is None
+    assert repr(before[0]) and before[0] in set(before) and isinstance(before[0], nn.Parameter)
+
+    def holder():
+        layer = nn.Linear(WIDE, 3, bias=False)
+        layer.weight = before[2]
+        return layer
+
+    x = torch.ones(2, WIDE).to("xla")
+    expected = wrapped(holder())(x)
+    assert expected.shape == (2, 3)
+    assert torch.equal(wrapped(holder().to("xla"))(x), expected)
+    with pytest.raises(RuntimeError, match="'weight' of Linear is tied .* that was moved since"):
+        wrapped(holder()._apply(lambda tensor: tensor.to("xla")))
+
+
+def read_in_hooks(rank):
+    """Around the wrapper, and in the backward, where no forward has gathered."""
+
+    x = torch.ones(2, WIDE).to("xla")
+    for register, hook in (
+        ("register_forward_hook", lambda m, given, y: y * m.layer.weight.norm()),
+        ("register_forward_pre_hook", lambda m, given: given[0] * m.layer.weight.norm()),
+    ):
+        model, plain = wrapped(Model()), Model()
+        getattr(model, register)(hook)
+        getattr(plain, register)(hook)
+        given = torch.linspace(-1, 2, 2 * WIDE).view(2, WIDE)
+        torch.testing.assert_close(model(given.to("xla")).cpu(), plain(given), rtol=1e-4, atol=1e-5)
+    model, plain = wrapped(Model()), Model()
+    for one in (model, plain):
+        one.register_full_backward_pre_hook(lambda m, grads: (grads[0] * m.layer.weight.norm(),))
+        one(x.to(next(one.parameters()).device)).sum().backward()
+    assert_same_gradients(model, plain)
+    model = wrapped(Model())
+    seen = []
+    model.register_full_backward_pre_hook(lambda m, grads: seen.append(m.layer.weight.grad))
+    for _ in range(2):
+        model(x).sum().backward()
+    assert seen[0] is None and seen[1] is model.module.layer.weight.grad
+
+
+def a_layer_replaced_later(rank):
+    model = wrapped(Model())
+    x = torch.ones(2, WIDE).to("xla")
+    model(x).sum().backward()
+    model.layer = nn.Linear(WIDE, 3).to("xla")
+    model(x).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    match = r"parameter 2 of group 0 of this SGD, of shape \[3, 128\], is in no wrapper"
+    with every_rank_warns(rank, match):
+        optimizer.step()
+    with every_rank_warns(rank, None):
+        optimizer.step()
+
+
+def penalised(penalty):
+    torch.manual_seed(4)
+    return Computes(
+        lambda self, x: self.own(self.inside(x)).square().mean() + penalty(self),
+        inside=nn.Linear(WIDE, WIDE),
+        own=nn.Linear(WIDE, 3),
+    )
+
+
+def parameters_gone_through_in_a_forward(rank):
+    """Norms are those of the full parameters. A vector of several has none of its own."""
+    x = torch.ones(2, WIDE).to("xla")
+    penalties = (
+        lambda model: sum(p.norm() for p in model.parameters()),
+        lambda model: sum(p.square().sum() for n, p in model.named_parameters() if "inside" in n),
+        lambda model: sum(p.abs().sum() for p in model.inside.parameters()),
+        lambda model: sum(
+            p.norm() for m in model.modules() for p in m._parameters.values() if p is not None
+        ),
+    )
+    for penalty in penalties:
+        plain = penalised(penalty)
+        plain(x.cpu()).backward()
+        model = wrapped(penalised(penalty), "inside")
+        model(x).backward()
+        assert_same_gradients(model, plain, atol=1e-4)
+    model = wrapped(penalised(penalties[0]), "inside", flatten_parameters=True)
+    raises(RuntimeError, "'inside.flat_param_0', which is .* contains several", model, x)
+
+    def looks(model):
+        for parameter in model.parameters():
+            assert parameter.dtype is torch.float32 and parameter.device.type == "xla"
+            assert isinstance(parameter, nn.Parameter) or parameter.grad_fn is not None
+        model.inside.requires_grad_(False)
+        (model.inside.bias if trained else next(model.inside.parameters())).requires_grad_(True)
+        torch.nn.utils.clip_grad_norm_(model.inside.parameters(), 1.0)
+        return 0.0
+
+    for trained in (True, False):
+        model = wrapped(penalised(looks), "inside")
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model(x)
+        weight, bias = model.module.inside.sharded_params
+        assert (weight.requires_grad, bias.requires_grad) == (not trained, trained)
+        assert weight.grad.max().item() < 1
+        copy.deepcopy(model)
+
+
+class Negative(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+        return -found if func is nn.functional.linear else found
+
+
+def what_hangs_on_parameters(rank):
+    def hooked(register):
+        layer = nn.Linear(6, 6)
+        getattr(layer.weight, register)(lambda given: None)
+        return layer
+
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        for wrap in (wrapped, lambda layer: scan_blocks([layer])):
+            raises(RuntimeError, "weight' has a hook .*Register it", wrap, hooked(register))
+    with pytest.raises(RuntimeError, match="'0.weight' has a hook from before"):
+        wrapped(nn.Sequential(hooked("register_hook")), flatten_parameters=True)
+    layer = nn.Linear(6, 6)
+    layer.weight = Negative(layer.weight.detach())
+    raises(TypeError, "'weight' is a Negative, which overrides operators", wrapped, layer)
+    assert wrapped(nn.Sequential(layer), ignored_modules=[layer])
+    layer = nn.Linear(6, 6)
+    layer.bias.grad = torch.zeros(6)
+    with every_rank_warns(rank, "'bias' has a gradient from before the wrapping"):
+        wrapped(layer)
+
+    def keeps(self, x):
+        self.__dict__["kept"] = self.layer.weight
+        return self.layer(x)
+
+    model = wrapped(Computes(keeps, layer=nn.Linear(6, 6)), disable_reshard_on_root=False)
+    model(here(rank))
+    assert model.module.kept.sum().isnan()  # was freed since
+
+
+def options(rank):
+    # Ranks with different shards would average the gradients of these.
+    for groups in ([[0, 1]], [[0, 2], [1, 3]]):
+        with pytest.raises(ValueError, match="replication_groups=.* must contain each rank of"):
+            wrapped(nn.Linear(6, 6), replication_groups=groups)
+    model = wrapped(nn.Linear(6, 6))
+    raises(ValueError, "each of the 2 ranks once", model.clip_grad_norm_, 1.0, groups=[[0]])
+
+
+def padding_that_is_filled(rank):
+    """What sets all elements of a shard sets those of its padding."""
+    for make in (LAMB, LARS, Adafactor):
+        plain, model = nn.Linear(6, 5), wrapped(nn.Linear(6, 5))
+        for one in (plain, model):
+            for parameter in one.parameters():
+                nn.init.constant_(parameter, 0.5)
+                parameter.grad = torch.zeros_like(parameter)
+            x = torch.ones(2, 6, device=next(one.parameters()).device)
+            one(x).square().sum().backward()
+            make(one.parameters(), lr=0.1, weight_decay=0.1).step()
+        found = whole(model, model.state_dict())
+        torch.testing.assert_close(found, plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+@on_each_rank(2)
+def test_each_is_right_or_refused(rank):
+    layers_called_by_themselves(rank)
+    parameters_gone_through_in_a_forward(rank)
+    objects_kept_from_before(rank)
+    read_in_hooks(rank)
+    a_layer_replaced_later(rank)
+    what_hangs_on_parameters(rank)
+    options(rank)
+    padding_that_is_filled(rank)
+
+
+def with_linear(compute):
+    return FSDP(Computes(compute, linear=nn.Linear(4, 4)))
+
+
+def moves(self, x):
+    return self.linear(x.to(self.linear.weight.device))
+
+
+def moves_and_fails(self, x):
+    moves(self, x)
+    raise RuntimeError("no such table")
+
+
+VECTORS, SIGNALS = torch.ones(2, 4), torch.ones(2, 3, 8)
+ON_THE_CPU = {
+    "conv1d": (lambda: nn.Conv1d(3, 4, 3), [SIGNALS]),
+    "conv2d": (lambda: nn.Conv2d(3, 4, 3), [torch.ones(2, 3, 8, 8)]),
+    "linear": (lambda: nn.Linear(4, 4), [VECTORS]),
+    "embedding": (lambda: nn.Embedding(4, 4), [torch.tensor([1, 2])]),
+    "norm": (lambda: nn.BatchNorm1d(4), [VECTORS]),
+    "lstm": (lambda: nn.LSTM(4, 4), [torch.ones(2, 2, 4)]),
+    "attention": (lambda: nn.MultiheadAttention(4, 2), [VECTORS] * 3),
+    "checkpointed": (lambda: xla_fsdp.checkpoint_module(nn.Conv1d(3, 4, 3)), [SIGNALS]),
+    "scanned": (lambda: xla_fsdp.scan_blocks([nn.Linear(4, 4), nn.Linear(4, 4)]), [VECTORS]),
+}
+
+
+@on_each_rank(2)
+def test_inputs_on_the_cpu(rank):
+    for name, (build, given) in ON_THE_CPU.items():
+        models = [build()] if name == "scanned" else [FSDP(build()), xla_fsdp.fully_shard(build())]
+        if len(given) == 1:
+            models.append(FSDP(nn.Sequential(build())))
+        for model in models:
+            with pytest.raises(RuntimeError) as caught:
+                model(*given)
+            message, shape = str(caught.value), tuple(given[0].shape)
+            assert f"tensor of shape {shape} on cpu, while its parameters" in message, (name, model)
+            assert message.count(f"move inputs there with .to('xla:{rank}')") == 1, (name, model)
+            assert caught.value.__cause__ is not None
+        models[0](*[value.to(f"xla:{rank}") for value in given])  # the remedy
+    loss = with_linear(lambda self, x, y: nn.functional.cross_entropy(self.linear(x), y))
+    target = torch.tensor([1, 2])
+    raises(RuntimeError, r"shape \(2,\) on cpu", loss, VECTORS.to("xla"), target)
+    loss(VECTORS.to("xla"), target.to("xla")).backward()
+    assert with_linear(moves)(VECTORS).device.type == "xla"
+    with pytest.raises(RuntimeError, match=r"^no such table\n.* on cpu, while"):
+        with_linear(moves_and_fails)(VECTORS)
+    # All on the device: what torch says of it.
+    with pytest.raises(RuntimeError) as caught:
+        FSDP(nn.Linear(4, 4))(torch.ones(2, 5, device="xla"))
+    assert type(caught.value) is RuntimeError and "move inputs" not in str(caught.value)
+
+
+CONVOLUTIONS = {
+    "one pixel": (lambda: nn.Conv2d(1, 1, 1), torch.ones(1, 1, 2, 2)),
+    "float64": (lambda: nn.Conv2d(3, 4, 3).double(), torch.ones(2, 3, 8, 8, dtype=torch.float64)),
+    "dilated": (lambda: nn.Conv2d(1, 2, 3, dilation=2), torch.ones(1, 1, 16, 16)),
+    "transposed": (lambda: nn.ConvTranspose2d(1, 1, 2), torch.ones(1, 1, 4, 4)),
+    "3d": (lambda: nn.Conv3d(1, 1, 1), torch.ones(1, 1, 2, 2, 2)),
+}
+
+
+@on_each_rank(2)
+def test_convolutions_that_compute_on_the_cpu(rank):
+    for build, images in CONVOLUTIONS.values():
+        for wrap in (FSDP, xla_fsdp.fully_shard):
+            model, shape = wrap(build()), re.escape(str(tuple(images.shape)))
+            with every_rank_warns(rank, f"tensor of shape {shape} on cpu and returned its result"):
+                loss = model(images).sum()
+            with pytest.raises(RuntimeError):
+                loss.backward()
+            with every_rank_warns(rank, None):  # the remedy
+                model(images.to(f"xla:{rank}")).sum().backward()
+    with every_rank_warns(rank, None), torch.no_grad():
+        xla_fsdp.fully_shard(nn.Conv2d(1, 1, 1))(torch.ones(1, 1, 2, 2))
+
+
+@on_each_rank(2)
+def test_steps_without_sync(rank):
+    for wrap in (FSDP, xla_fsdp.fully_shard):
+        for every, warning in ((12, "the last 8 steps of SGD were traced, but none"), (4, None)):
+            model = wrap(nn.Linear(4, 4))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with every_rank_warns(rank, warning):
+                for step in range(12):
+                    model(torch.ones(2, 4).to("xla")).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if step % every == every - 1:
+                        torch_xla.sync()
+
+
+@on_each_rank(2)
+def test_a_policy_that_chooses_nothing(rank):
+    of_class = xla_fsdp.transformer_auto_wrap_policy
+    size = xla_fsdp.size_based_auto_wrap_policy
+
+    def build():
+        return nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Tanh(), nn.Linear(6, 6)))
+
+    message = r"none of the submodules of Sequential, .* classes \(Linear, Sequential, Tanh\)"
+    for policy, warning in [
+        (functools.partial(of_class, transformer_layer_cls={nn.Transformer}), message),
+        (lambda module, recurse, unwrapped_params: recurse, message),
+        (functools.partial(of_class, transformer_layer_cls={nn.Linear}), None),
+        (functools.partial(size, min_num_params=10**9), None),
+        (xla_fsdp.always_wrap_policy, None),
+    ]:
+        with every_rank_warns(rank, warning):
+            FSDP(build(), auto_wrap_policy=policy)
+    with every_rank_warns(rank, None):  # there is nothing to choose
+        FSDP(nn.Linear(6, 6), auto_wrap_policy=xla_fsdp.always_wrap_policy)

@@ -13,7 +13,7 @@ from checkpoint_runs import Run
 from lazy_modules import torch_xla
 from on_ranks import on_each_rank
 from safetensors.torch import load_file
-from test_special_uses import mlp
+from small_models import mlp
 from test_strategy import assert_trains_alike
 from torch import nn
 

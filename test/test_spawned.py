@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from on_ranks import only_full
 
 # Two processes, each a world of its own for XLA: no CPU has collectives between processes. The one
 # that does not fail waits as long as a collective would. It is the one started last that fails, of
@@ -97,7 +98,7 @@ def folder(tmp_path):
     ("how", "start", "first", "words"),
     [
         ("raise", (), "Local 2 0", "raised Local: ('no such image', 2)\n\nTraceback"),
-        pytest.param("raise", ("spawn",), "Local 2 0", "", marks=pytest.mark.full),
+        only_full("raise", ("spawn",), "Local 2 0", ""),
         ("lock", (), "BrokenProcessPool None 0", "raised NotPortable: ('no', <unlocked"),
         ("kill", (), "BrokenProcessPool None None", "ended without a report"),
         ("full", (), "BrokenProcessPool None None", "ended without a report: look above"),

@@ -1,96 +1,49 @@
-"""Uses of a wrapper beyond one forward and one backward: as plain torch, or refused."""
+"""Forwards, losses, frozen parts and hooks beyond one forward and one backward: as plain torch."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank
+from on_ranks import finish_step, on_each_rank, raises, slow
+from small_models import (
+    WIDTH,
+    Computes,
+    assert_same_backward,
+    assert_same_gradients,
+    here,
+    inputs,
+    inputs_of_all,
+    mean_square,
+    mlp,
+    trace_as_on_tpu,
+    whole,
+    wrapped,
+)
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
+from xla_fsdp import CPUOffload, checkpoint_module, fully_shard, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import checkpoint_module, fully_shard, scan_blocks
-from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 from xla_fsdp.layers import all_gather_with_grad
-from xla_fsdp.ranks.rank import current_rank
-from xla_fsdp.sharding.sharded_parameter import local
-
-WIDTH = 6
 
 
-def mlp() -> nn.Sequential:
-    torch.manual_seed(2)
-    return nn.Sequential(
-        nn.Linear(WIDTH, WIDTH),
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
-        nn.Linear(WIDTH, 3),
-    )
+def several_forwards(model, x):
+    return sum(mean_square(model, x * factor) for factor in (1.0, 0.5, -2.0))
 
 
-def wrapped(model: nn.Module, *children: str, **options):
-    for child in children:
-        parent = model.get_submodule(child.rpartition(".")[0])
-        setattr(parent, child.rpartition(".")[2], FSDP(model.get_submodule(child), **options))
-    return FSDP(model, **options)
-
-
-def trace_as_on_tpu(on_tpu: bool = True) -> None:
-    """Until the launch is over, this rank traces what a TPU would get, if ``on_tpu``."""
-    current_rank().as_on_tpu |= on_tpu
-
-
-def inputs(rank: int, step: int = 0) -> torch.Tensor:
-    """Two rows for each rank; every rank can make every other's."""
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def inputs_of_all(step: int = 0) -> torch.Tensor:
-    return torch.cat([inputs(rank, step) for rank in range(xr.world_size())])
-
-
-def whole(model, tensors) -> dict[str, torch.Tensor]:
-    """Full tensors by name, from this rank's shards: gathered through the ranks' rendezvous."""
-    mine = {name: local(value).detach().cpu() for name, value in tensors.items()}
-    ranks = xm.mesh_reduce("whole", mine, lambda values: values)
-    return consolidate_sharded_state_dicts(ranks, model.get_shard_metadata())
-
-
-def gradients(model) -> dict[str, torch.Tensor]:
-    named = model.named_parameters(remove_duplicate=False)
-    return whole(model, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named})
-
-
-def assert_same_gradients(model, plain: nn.Module) -> None:
-    torch_xla.sync()
-    ours = gradients(model)
-    for name, parameter in plain.named_parameters(remove_duplicate=False):
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-6)
-
-
-def assert_same_backward(model, plain: nn.Module, rank: int) -> None:
-    model(inputs(rank).to("xla")).square().mean().backward()
-    plain(inputs_of_all()).square().mean().backward()
-    assert_same_gradients(model, plain)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@on_each_rank(2)
-def test_several_forwards_before_one_backward(rank, reshard):
-    plain = mlp()
-    model = wrapped(mlp(), "1", reshard_after_forward=reshard)
-    loss = sum(model(inputs(rank, step).to("xla")).square().mean() for step in range(3))
-    loss.backward()
-    sum(plain(inputs_of_all(step)).square().mean() for step in range(3)).backward()
-    assert_same_gradients(model, plain)
+def with_saved_tensors_on_the_host(model, x):
+    """Autograd calls these hooks within operators."""
+    with torch.autograd.graph.save_on_cpu():
+        return mean_square(model, x)
 
 
 class Transposed(nn.Module):
@@ -116,108 +69,93 @@ def test_cached_parametrizations(rank):
         assert_same_gradients(ours, plain)
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(4)
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.fork = Fork()
+def twice(checkpointed=False):
+    torch.manual_seed(4)
 
-    def forward(self, x):
+    def compute(self, x):
         used, _unused = self.fork(torch.tanh(self.layer(x)))
         return self.layer(used)
 
-
-class Fork(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left = nn.Linear(WIDTH, WIDTH)
-        self.right = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.left(x), self.right(x)
+    layer, left, right = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    fork = Computes(lambda self, x: (self.left(x), self.right(x)), left=left, right=right)
+    parts = [checkpoint_module(one) if checkpointed else one for one in (layer, fork)]
+    return Computes(compute, layer=parts[0], fork=parts[1])
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    "build, units, loss_of",
+    [
+        (mlp, ["1"], several_forwards),
+        (mlp, ["1"], with_saved_tensors_on_the_host),
+        (twice, ["layer", "fork"], mean_square),
+        (functools.partial(twice, checkpointed=True), ["layer", "fork"], mean_square),
+    ],
+    ids=["several forwards", "saved tensors on the host", "twice", "twice, checkpointed"],
+)
 @on_each_rank(2)
-def test_the_same_unit_twice_and_an_unused_output(rank, reshard, checkpointed):
-    plain, model = Twice(), Twice()
-    if checkpointed:
-        checkpoint_module(model.layer)
-        checkpoint_module(model.fork)
-    model = wrapped(model, "layer", "fork", reshard_after_forward=reshard)
-    assert_same_backward(model, plain, rank)
+def test_forwards_of_a_loss(rank, build, units, loss_of, reshard):
+    model = wrapped(build(), *units, reshard_after_forward=reshard)
+    assert_same_backward(model, twice() if "layer" in units else build(), rank, loss_of)
 
 
-def contrastive(features):
-    logits = F.normalize(features) @ F.normalize(features).T * 3
+def contrastive(model, x):
+    features = F.normalize(model(x))
+    logits = features @ features.T * 3
     return F.cross_entropy(logits, torch.arange(len(features)).to(logits.device))
 
 
 @pytest.mark.parametrize("dim", [0, -1])
 @on_each_rank(2)
 def test_a_loss_over_the_examples_of_all_ranks(rank, dim):
-    class Gathers(nn.Module):
-        def forward(self, x):
-            return all_gather_with_grad(x.movedim(0, dim), dim).movedim(dim, 0)
+    def gather(self, x):
+        return all_gather_with_grad(x.movedim(0, dim), dim).movedim(dim, 0)
 
-    plain, model = mlp(), mlp()
-    model.append(checkpoint_module(Gathers()))
+    model = mlp()
+    model.append(checkpoint_module(Computes(gather)))
     model = wrapped(model, "1")
-    loss = contrastive(model(inputs(rank).to(torch_xla.device())))
-    loss.backward()
-    full = contrastive(plain(inputs_of_all()))
-    full.backward()
-    torch_xla.sync()
-    torch.testing.assert_close(loss.detach().cpu(), full.detach())
-    assert_same_gradients(model, plain)
+    assert_same_backward(model, mlp(), rank, contrastive)
+    loss = contrastive(model, here(rank))
+    torch.testing.assert_close(loss.cpu(), contrastive(mlp(), inputs_of_all()))
     for wrong, match in ((torch.ones(2), "on the XLA device"), (loss, "without dimensions")):
-        with pytest.raises(ValueError, match=match):
-            all_gather_with_grad(wrong)
-
-
-class Trip(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.when = None
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = self.linear(x)
-        if self.when == "forward":
-            raise ZeroDivisionError("in forward")
-        if self.when == "backward" and x.requires_grad:
-            x.register_hook(self.trip)
-        return torch.tanh(x)
-
-    def trip(self, grad):
-        raise ZeroDivisionError("in backward")
+        raises(ValueError, match, all_gather_with_grad, wrong)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @on_each_rank(2)
 def test_an_exception_leaves_nothing_behind(rank, when, checkpointed):
+    def fail(*given):
+        raise ZeroDivisionError
+
+    def compute(self, x):
+        x = self.linear(x)
+        if self.when == "forward":
+            fail()
+        if self.when == "backward" and x.requires_grad:
+            x.register_hook(fail)
+        return torch.tanh(x)
+
     def build():
         torch.manual_seed(6)
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Trip(), nn.Linear(WIDTH, 3))
+        first, own, last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        return nn.Sequential(first, Computes(compute, linear=own, when=None), last)
+
+    def shapes():
+        kinds = dict(model.named_parameters()), model.state_dict()
+        return [{name: value.shape for name, value in kind.items()} for kind in kinds]
 
     plain, model = build(), build()
     trip = model[1]
     if checkpointed:
         checkpoint_module(trip)
     model = wrapped(model, "0", "1")
-    names = [name for name, _ in model.named_parameters()]
-    shapes = [p.shape for p in model.parameters()]
-    shard_shapes = {name: value.shape for name, value in model.state_dict().items()}
+    before = shapes()
     trip.when = when
     with pytest.raises(ZeroDivisionError):
-        model(inputs(rank).to("xla")).square().mean().backward()
+        mean_square(model, here(rank)).backward()
     trip.when = None
-    assert [name for name, _ in model.named_parameters()] == names
-    assert [p.shape for p in model.parameters()] == shapes
-    assert {n: v.shape for n, v in model.state_dict().items()} == shard_shapes
+    assert shapes() == before
     model.zero_grad()
     assert_same_backward(model, plain, rank)
 
@@ -244,19 +182,17 @@ OUTPUTS = {
 }
 
 
-class Structured(nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        torch.manual_seed(7)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.make = make
+def structured(make):
+    torch.manual_seed(7)
 
-    def forward(self, x, *, scale=1.0, extra=None):
+    def compute(self, x, *, scale=1.0, extra=None):
         x = x["x"][0]
         y = self.linear(x.data if isinstance(x, PackedSequence) else x) * scale
         if extra is not None:
             y = y + extra.first
-        return self.make(torch.tanh(y))  # of which the backward needs the values
+        return make(torch.tanh(y))  # of which the backward needs the values
+
+    return Computes(compute, linear=nn.Linear(WIDTH, WIDTH))
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -265,7 +201,7 @@ class Structured(nn.Module):
 def test_structured_inputs_and_outputs(rank, kind, checkpointed):
     dtype = torch.bfloat16 if kind in ("dict", "packed") else None
     make, tensor_of = OUTPUTS[kind]
-    plain, model = Structured(make), Structured(make)
+    plain, model = structured(make), structured(make)
     if checkpointed:
         checkpoint_module(model)
     model = wrapped(model, compute_dtype=dtype)
@@ -276,14 +212,10 @@ def test_structured_inputs_and_outputs(rank, kind, checkpointed):
     out = model(given, scale=0.5, extra=Pair(extra.to("xla"), "text"))
     expected = plain({"x": (x, None)}, scale=0.5, extra=Pair(extra, "text"))
     assert type(out) is type(expected)
-    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype else {"rtol": 1e-4, "atol": 1e-6}
     assert tensor_of(out).dtype is (dtype or torch.float32)
     for one in (out, expected):
         tensor_of(one).float().square().mean().backward()
-    torch_xla.sync()
-    ours = gradients(model)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, **tolerance)
+    assert_same_gradients(model, plain, *([0.02, 0.02] if dtype else []))
 
 
 @on_each_rank(1)
@@ -294,7 +226,7 @@ def test_one_rank_is_bit_for_bit_the_unwrapped_model(rank):
     for step in range(3):
         losses = []
         for m, optimizer in pair:
-            loss = m(inputs(0, step).to("xla")).square().mean()
+            loss = mean_square(m, here(0, step))
             loss.backward()
             finish_step(optimizer)
             losses.append(loss.item())
@@ -302,17 +234,6 @@ def test_one_rank_is_bit_for_bit_the_unwrapped_model(rank):
     ours = whole(model, model.state_dict())
     for name, value in plain.state_dict().items():
         assert torch.equal(ours[name], value.cpu())
-
-
-class Module(nn.Module):
-    def __init__(self, compute):
-        super().__init__()
-        torch.manual_seed(5)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.compute = compute
-
-    def forward(self, x):
-        return self.compute(self, x)
 
 
 def returned(module, x):
@@ -353,54 +274,46 @@ def loss_of(module, out):
 def test_gradients_are_those_of_plain_torch(rank, compute, checkpointed, needs_grad):
     if compute is returned:
         checkpointed = False  # returns its parameters, computes next to nothing
-    plain, module = Module(compute), Module(compute)
-    model = nn.Sequential(checkpoint_module(module) if checkpointed else module)
-    model = wrapped(model, "0")
 
-    def step(model, module, x):
+    def build(wrap=lambda module: module):
+        torch.manual_seed(5)
+        return nn.Sequential(wrap(Computes(compute, linear=nn.Linear(WIDTH, WIDTH))))
+
+    def loss(model, x):
         x = x.requires_grad_() if needs_grad else x
-        # Not a leaf, so that it may be changed in place.
-        loss_of(module, model(x * 1)).backward()
+        out = model(x * 1)  # not a leaf, so that it may be changed in place
+        return loss_of(getattr(model[0], "module", model[0]), out)
 
-    step(model, module, inputs(rank).to(torch_xla.device()))
-    step(plain, plain, inputs_of_all())
-    assert_same_gradients(model, nn.Sequential(plain))
+    model = wrapped(build(checkpoint_module) if checkpointed else build(), "0")
+    assert_same_backward(model, build(), rank, loss)
 
 
 @on_each_rank(2)
 def test_changes_in_place_are_detected_as_without_wrapper(rank):
-    class Late(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+    def late(self, x):
+        y = self.linear(x)
+        z = y.square()
+        y.add_(1)
+        return z
 
-        def forward(self, x):
-            y = self.linear(x)
-            z = y.square()
-            y.add_(1)
-            return z
-
-    model = wrapped(Late())
+    model = wrapped(Computes(late, linear=nn.Linear(WIDTH, WIDTH)))
     with pytest.raises(RuntimeError, match="changed in place after the forward used it"):
-        model(inputs(rank).to(torch_xla.device())).sum().backward()
+        model(here(rank)).sum().backward()
 
 
 @on_each_rank(2)
 def test_gradients_of_gradients(rank):
     def penalty(model, x):
-        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (grad,) = torch.autograd.grad(model(x.requires_grad_()).sum(), x, create_graph=True)
         return grad.square().sum(1).mean()
 
     plain, model = mlp(), wrapped(mlp(), "1")
-    penalty(model, inputs(rank).to(torch_xla.device()).requires_grad_()).backward()
-    everyone = inputs_of_all().requires_grad_()
-    penalty(plain, everyone).backward()
-    assert_same_gradients(model, plain)
-    given, names = inputs(rank).to(torch_xla.device()), r"'\S+', '\S+'.* no second derivative"
+    assert_same_backward(model, plain, rank, penalty)
+    given, names = here(rank), r"'\S+', '\S+'.* no second derivative"
     parameters = list(model.parameters())
 
     def gradients(model, x, **options):
-        return torch.autograd.grad(model(x).square().mean(), list(model.parameters()), **options)
+        return torch.autograd.grad(mean_square(model, x), list(model.parameters()), **options)
 
     def vector_product(gradients):
         return sum((grad * 2).sum() for grad in gradients)
@@ -416,14 +329,11 @@ def test_gradients_of_gradients(rank):
             parameter.add_(2e-3)
     after = gradients(model, given)
     found = sum(((a - b) / 1e-3).sum() for a, b in zip(after, before, strict=True)).item()
-    whole = inputs_of_all()
-    once = gradients(plain, whole, create_graph=True)
+    once = gradients(plain, inputs_of_all(), create_graph=True)
     right = torch.autograd.grad(vector_product(once), list(plain.parameters()))
     assert found == pytest.approx(sum(grad.sum() for grad in right).item(), rel=2e-2)
-    # A graph that nobody uses changes nothing.
     model.zero_grad()
-    loss = model(given).square().mean()
-    loss.backward(create_graph=True)
+    mean_square(model, given).backward(create_graph=True)
     for parameter, grad in zip(parameters, after, strict=True):
         assert torch.equal(parameter.grad.full_tensor(), grad.full_tensor())
 
@@ -433,7 +343,7 @@ def test_copies_and_inference_mode(rank):
     model = wrapped(mlp(), "1")
     averaged = torch.optim.swa_utils.AveragedModel(model)
     twin = copy.deepcopy(model)
-    x = inputs(rank).to("xla")
+    x = here(rank)
     model(x).sum().backward()
     assert all(p.grad is None for p in twin.parameters())
     with torch.no_grad():
@@ -456,7 +366,7 @@ def test_copies_and_inference_mode(rank):
 
 
 @on_each_rank(2)
-def test_meta_weights_shared_across_units(rank):
+def test_weights_shared_across_units_and_modules_under_two_names(rank):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         model[1].weight = model[0].weight
@@ -467,19 +377,8 @@ def test_meta_weights_shared_across_units(rank):
     assert torch.equal(full["0.weight"], full["1.weight"])
     assert model[0].module.weight.no_decay
 
-
-@on_each_rank(2)
-def test_a_module_under_two_names(rank):
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(WIDTH, WIDTH)
-            self.b = self.a
-
-        def forward(self, x):
-            return self.b(self.a(x))
-
-    plain = Shared()
+    layer = nn.Linear(WIDTH, WIDTH)
+    plain = Computes(lambda self, x: self.b(self.a(x)), a=layer, b=layer)
     expected = {name: value.clone() for name, value in plain.state_dict().items()}
     model = wrapped(plain)
     ours = whole(model, model.state_dict())
@@ -491,13 +390,11 @@ def test_a_module_under_two_names(rank):
 def test_refusals(rank):
     with pytest.raises(ValueError, match=f"no group of sharding_groups has this rank, {rank}"):
         FSDP(mlp(), sharding_groups=[[0, 1]], sharding_rank=1 - rank, sharding_world_size=2)
-    model = wrapped(mlp(), "1")
-    outer = nn.ModuleDict({"inner": model, "head": nn.Linear(2, 2)})
+    outer = nn.ModuleDict({"inner": wrapped(mlp(), "1"), "head": nn.Linear(2, 2)})
     bias = torch.ones(2)
     outer.load_state_dict({"head.bias": bias}, strict=False, assign=True)
     assert outer["head"].bias.data_ptr() == bias.data_ptr()
-    with pytest.raises(ValueError, match="Leave assign out"):
-        outer.load_state_dict(outer.state_dict(), assign=True)
+    raises(ValueError, "Leave assign out", outer.load_state_dict, outer.state_dict(), assign=True)
     half = FSDP(mlp().half())
     assert half.gradient_predivide_factor == 2 and half.gradient_postdivide_factor == 1
 
@@ -505,7 +402,7 @@ def test_refusals(rank):
 def leaves_work_behind(rank, synced):
     model = wrapped(mlp(), "1")
     for _ in range(2):
-        model(inputs(rank).to(torch_xla.device())).square().mean().backward()
+        mean_square(model, here(rank)).backward()
         if synced:
             torch_xla.sync()
     return [p.grad for p in model.parameters()] if rank == 0 and synced else None
@@ -518,18 +415,16 @@ def test_launches_that_leave_work_behind(run_ranks):
 
 @on_each_rank(1)
 def test_torch_compile_is_refused(rank):
-    x = inputs(rank).to("xla")
+    x = here(rank)
     for backend in ("eager", "aot_eager", "openxla"):
         model = wrapped(mlp(), "1")
         around = torch.compile(model, backend=backend)
-        with pytest.raises(RuntimeError, match="Sequential, which is wrapped, .* leave torch.comp"):
-            around(x)
+        raises(RuntimeError, "Sequential, which is wrapped, .* leave torch.comp", around, x)
         model(x).sum().backward()  # the remedy
 
         inside = wrapped(mlp(), "1")
         inside.module[1] = torch.compile(inside.module[1], backend=backend)
-        with pytest.raises(RuntimeError, match="'1' in a wrapper is compiled by torch.compile"):
-            inside(x)
+        raises(RuntimeError, "'1' in a wrapper is compiled by torch.compile", inside, x)
         method = mlp()
         method[2].compile(backend=backend)
         with pytest.raises(RuntimeError, match="'2' in a wrapper is compiled by torch.compile"):
@@ -539,8 +434,7 @@ def test_torch_compile_is_refused(rank):
         torch.compile(parent, backend="eager")(x)
     itself = wrapped(mlp())
     itself.compile(backend="eager")
-    with pytest.raises(RuntimeError, match="torch.compile"):
-        itself(x)
+    raises(RuntimeError, "torch.compile", itself, x)
     blocks = scan_blocks([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
     with pytest.raises(RuntimeError, match="ScannedBlocks, which is wrapped, .* torch.compile"):
         torch.compile(blocks, backend="eager")(x)
@@ -551,37 +445,34 @@ def test_torch_compile_is_refused(rank):
 @on_each_rank()
 def test_torch_func_is_refused(rank):
     model, plain = wrapped(mlp(), "1"), mlp()
-    x = inputs(rank).to("xla")
+    x = here(rank)
     own = dict(model.named_parameters())
 
     def loss(one):
         return model(one).square().mean()
 
+    def of_own(parameters):
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
     # What torch knows of forward-mode is the process's, and ranks are its threads.
     alone = xr.world_size() == 1
-    forward_mode = (
-        lambda: torch.func.jvp(model, (x,), (torch.ones_like(x),)),
-        lambda: torch.func.hessian(loss)(x),
-    )
+    ones = torch.ones_like(x)
+    forward_mode = lambda: torch.func.jvp(model, (x,), (ones,)), lambda: torch.func.hessian(loss)(x)
     for call in (
         *(forward_mode if alone else ()),
         lambda: torch.func.grad(loss)(x),
         lambda: torch.func.vmap(model)(x),
         lambda: torch.func.vjp(model, x),
         lambda: torch.func.jacrev(loss)(x),
-        lambda: torch.func.grad(
-            lambda p: torch.func.functional_call(model, p, (x,)).square().mean()
-        )(own),
+        lambda: torch.func.grad(of_own)(own),
     ):
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
-                with pytest.raises(RuntimeError, match="transformation of torch.func .* backward"):
-                    call()
+                raises(RuntimeError, "transformation of torch.func .* backward", call)
     blocks = scan_blocks([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
     with pytest.raises(RuntimeError, match="transformation of torch.func"):
         torch.func.grad(lambda one: blocks(one).sum())(x)
 
-    # The remedies that the message names, and what is no transformation of Python.
     def of_inputs(one, device):
         given = inputs(rank).to(device).requires_grad_()
         (grad,) = torch.autograd.grad(one(given).square().mean(), given, create_graph=True)
@@ -606,12 +497,237 @@ def test_torch_func_is_refused(rank):
     torch.testing.assert_close(directional(model, "xla"), directional(plain, "cpu"))
 
 
+def adapted():
+    return Computes(
+        lambda self, x: torch.tanh(self.base(x) + self.up(self.down(x))),
+        base=nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+        down=nn.Linear(WIDTH, 2, bias=False),
+        up=nn.Linear(2, WIDTH, bias=False),
+    )
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(17)
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(adapted() for _ in range(2))
+        self.frozen = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.embed.weight
+        self.value = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.frozen(x)
+        return self.head(x), self.value(x)
+
+
+UNITS = ("embed", "frozen", "head", "blocks.0", "blocks.1")
+
+
+def wrap(kind, model):
+    if kind in ("root", "flat"):
+        return FSDP(model, flatten_parameters=kind == "flat")
+    if kind == "checkpointed":
+        for name in UNITS:
+            checkpoint_module(model.get_submodule(name))
+    if kind in ("offload", "streamed"):
+        return wrapped(model, *UNITS, cpu_offload=CPUOffload(stream=kind == "streamed"))
+    return wrapped(model, *UNITS, reshard_after_forward=kind != "zero2")
+
+
+def two_losses(model, x, step):
+    logits, value = model(x)
+    logits.square().mean().backward(retain_graph=True)
+    value.abs().mean().backward()
+
+
+def summed_losses(model, x, step):
+    logits, value = model(x)
+    (logits.square().mean() + 0.5 * value.abs().mean()).backward()
+
+
+def one_of_the_outputs(model, x, step):
+    model(x)[step % 2].square().mean().backward()
+
+
+def preferences(model, x, step):
+    """Two forwards of the model and one of it without gradients, in one loss, as of DPO."""
+    with torch.no_grad():
+        reference = model(x)[0].sum(-1)
+    chosen, rejected = model(x)[0].sum(-1), model(x.flip(-1))[0].sum(-1)
+    (-F.logsigmoid(0.1 * (chosen - rejected) - reference * 0.01)).mean().backward()
+
+
+def thawing(model, x, step):
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
+        if "base" in name or "up" in name or name.startswith("value"):
+            parameter.requires_grad_((len(name) + step) % 2 == 0)
+    summed_losses(model, x, step)
+    for name in ("blocks.0.down.weight", "embed.weight"):
+        named[name].requires_grad_(step % 2 == 1)
+    summed_losses(model, x * 0.5, step)
+    for parameter in named.values():
+        parameter.requires_grad_(True)
+
+
+LOOPS = [two_losses, summed_losses, one_of_the_outputs, preferences, thawing]
+
+
+@pytest.mark.parametrize(
+    "ranks, kind", [(2, "root"), slow(4, "nested"), slow(2, "checkpointed"), (4, "flat")]
+)
+@on_each_rank(timeout=1500)
+def test_mixes_train_as_in_plain_torch(rank, kind):
+    trace_as_on_tpu(kind == "nested")
+    for loop in LOOPS:
+        if kind == "flat" and loop in (thawing, one_of_the_outputs):
+            continue  # a vector is frozen, and gets a gradient, as one: docs/how-to/wrap-a-model.md
+        plain, model = Model(), wrap(kind, Model())
+        ours = torch.optim.SGD(model.parameters(), 0.2, 0.9)
+        theirs = torch.optim.SGD(plain.parameters(), 0.2, 0.9)
+        for step in range(2):
+            loop(model, here(rank, step), step)
+            loop(plain, inputs_of_all(step), step)
+            assert_same_gradients(model, plain)
+            ours.step(), theirs.step()
+            ours.zero_grad(), theirs.zero_grad()
+            torch_xla.sync()
+        found = whole(model, model.state_dict())
+        torch.testing.assert_close(found, plain.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+def hooked(model, log):
+    named = dict(model.named_parameters())
+
+    def seen(name):
+        def hook(parameter):
+            log.append((name, parameter.grad is not None))
+
+        return hook
+
+    named["head.bias"].register_post_accumulate_grad_hook(seen("head.bias"))
+    named["blocks.1.up.weight"].register_post_accumulate_grad_hook(halve)
+    named["value.bias"].register_hook(lambda grad: grad * 3)
+    # Tied, and used by several passes: not linear, so it must get the sum of all gradients.
+    named["embed.weight"].register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+
+    def halved(module, of_inputs, of_outputs):
+        log.append((type(module).__name__, len(of_inputs), len(of_outputs)))
+        return tuple(grad * 0.5 for grad in of_inputs)
+
+    model.blocks[1].register_full_backward_hook(halved)
+    model.head.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 2,))
+    model.frozen.register_forward_hook(lambda module, args, output: output * 1.5)
+    model.embed.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
 @on_each_rank(2)
-def test_hooks_of_saved_tensors_read_values(rank):
-    """Autograd calls them within operators."""
-    plain, model = mlp(), wrapped(mlp(), "1")
-    with torch.autograd.graph.save_on_cpu():
-        loss = model(inputs(rank).to("xla")).square().mean()
-    loss.backward()
-    plain(inputs_of_all()).square().mean().backward()
+def test_hooks_are_called_in_their_order(rank):
+    """Some registered before the wrapping, some after it: the first to see a value above 0 wins."""
+
+    def register(module, number, **options):
+        def change(one):
+            return torch.where(one > 0, -number * one, one)
+
+        def every(module, given, *result):
+            return tuple(map(change, given))
+
+        module.register_forward_pre_hook(every, **options)
+        module.register_forward_hook(lambda module, given, result: change(result), **options)
+        module.register_full_backward_pre_hook(every, **options)
+        module.register_full_backward_hook(every, **options)
+
+    def build(wrap):
+        torch.manual_seed(3)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        register(model[1], 1.25)
+        model[1] = wrap(model[1])
+        register(model[1], 0.5)
+        register(model[1], 0.75, prepend=True)
+        return wrap(model)
+
+    plain, model = build(lambda module: module), build(FSDP)
+    assert_same_backward(model, plain, rank)
+
+
+@pytest.mark.parametrize(
+    "ranks, kind", [(2, "root"), (4, "nested"), (2, "zero2"), (2, "offload"), (2, "streamed")]
+)
+@on_each_rank(timeout=1500)
+def test_hooks_see_and_change_what_plain_torch_gives_them(rank, kind):
+    plain, model = Model(), wrap(kind, Model())
+    theirs, ours = [], []
+    hooked(plain, theirs), hooked(model, ours)
+    for step in range(2):
+        for loop in (summed_losses, preferences):
+            loop(model, here(rank, step), step)
+            loop(plain, inputs_of_all(step), step)
+            assert_same_gradients(model, plain)
+
+    def kinds(log):
+        return sorted(str(entry[1:]) for entry in log)
+
+    assert kinds(ours) == kinds(theirs)
+
+
+@on_each_rank(2)
+def test_hooks_on_what_is_reduced_at_the_end(rank):
+    """Hooks on what only a backward inside ``no_sync`` reaches: called when that is reduced."""
+    plain, model = Model(), wrap("nested", Model())
+    for one in (plain, model):
+        named = dict(one.named_parameters())
+        named["value.bias"].register_hook(lambda grad: grad * 3)
+        named["value.weight"].register_post_accumulate_grad_hook(halve)
+    for number, hold in enumerate((model.no_sync(), contextlib.nullcontext())):
+        with hold:
+            one_of_the_outputs(model, here(rank), 1 - number)
+    everyone = inputs_of_all()
+    for number in range(2):
+        one_of_the_outputs(plain, everyone, 1 - number)
     assert_same_gradients(model, plain)
+    # A backward that does not reach them calls no hook: not for what is there already.
+    one_of_the_outputs(model, here(rank), 0)
+    one_of_the_outputs(plain, everyone, 0)
+    assert_same_gradients(model, plain)
+    # Also where the backward goes through an inner wrapper only.
+    plain, model = mlp(), wrapped(mlp(), "1")
+    model(here(rank))
+    for one, x in ((plain, everyone), (model, here(rank))):
+        with getattr(one, "no_sync", contextlib.nullcontext)():
+            one[1](x).square().mean().backward()
+        one[1](x).square().mean().backward(inputs=[one[1][0].weight])
+    assert_same_gradients(model, plain)
+
+
+@on_each_rank(2, timeout=1500)
+def test_optimizers_in_the_backward(rank):
+    def prepare(model):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                optimizer = torch.optim.SGD([parameter], 0.1)
+
+                def step(p, optimizer=optimizer):
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+                parameter.register_post_accumulate_grad_hook(step)
+
+    for kind in ("root", "nested", "offload", "streamed"):
+        plain, model = Model(), wrap(kind, Model())
+        prepare(plain), prepare(model)
+        for step in range(3):
+            loop = preferences if step == 1 else summed_losses
+            loop(model, here(rank, step), step)
+            loop(plain, inputs_of_all(step), step)
+            torch_xla.sync()
+        found = whole(model, model.state_dict())
+        torch.testing.assert_close(found, plain.state_dict(), rtol=1e-4, atol=1e-5)

@@ -7,7 +7,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, only_full, raises, slow
+from small_models import Computes
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from wrappings import assert_equal
@@ -51,22 +52,16 @@ class Folded(nn.Linear):
         destination[prefix + "bias"] = self.bias.detach()
         destination[prefix + "kind"] = "folded"
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
-    ):
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
         assert state_dict.pop(prefix + "kind") == "folded"
         state_dict[prefix + "weight"] = state_dict.pop(prefix + "doubled") / 2
-        super()._load_from_state_dict(
-            state_dict, prefix, metadata, strict, missing, unexpected, errors
-        )
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class WritesItself(nn.Linear):
     """Loads without torch's help, into the data of its parameters."""
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
-    ):
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
         self.weight.data = state_dict[prefix + "weight"].clone()
         self.bias.data.copy_(state_dict[prefix + "bias"])
 
@@ -76,9 +71,7 @@ class Replaced(nn.Linear):
         super().__init__(*args)
         self.register_buffer("seen", torch.zeros(2))
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, metadata, strict, missing, unexpected, errors
-    ):
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
         self.weight = nn.Parameter(state_dict[prefix + "weight"].clone())
         self.bias = nn.Parameter(state_dict[prefix + "bias"].clone())
         self.register_buffer("seen", state_dict[prefix + "seen"].clone())
@@ -221,8 +214,8 @@ def same(found, expected):
     "form",
     [
         "class",
-        *(pytest.param(form, marks=pytest.mark.slow) for form in ("in place", "flat")),
-        *(pytest.param(form, marks=pytest.mark.full) for form in ("nested", "none")),
+        *(slow(form) for form in ("in place", "flat")),
+        *(only_full(form) for form in ("nested", "none")),
     ],
 )
 @on_each_rank(2)
@@ -256,18 +249,6 @@ def test_full_state_is_what_the_module_makes_of_it(rank, form):
             assert torch.allclose(got, plain.eval()(x), atol=1e-5), (name, form)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("seen", torch.zeros(2))
-        self.linear.register_state_dict_post_hook(_rename_weight)
-        self.linear.register_load_state_dict_pre_hook(_rename_weight_back)
-
-    def forward(self, x):
-        return x + self.linear(x)
-
-
 def _rename_weight(module, state, prefix, metadata):
     state[prefix + "kernel"] = state.pop(prefix + "weight")
     state[prefix + "norm"] = module.weight.norm()
@@ -278,28 +259,25 @@ def _rename_weight_back(module, state, prefix, *rest):
     del state[prefix + "norm"]
 
 
-class Blocks(nn.Module):
-    def __init__(self, scan=lambda blocks: nn.Sequential(*blocks)):
-        super().__init__()
-        blocks = [Block() for _ in range(3)]
-        with torch.no_grad():
-            for number, block in enumerate(blocks):
-                block.seen.fill_(number)
-        self.blocks = scan(blocks)
+def block(seen):
+    module = Computes(lambda self, x: x + self.linear(x), linear=nn.Linear(WIDTH, WIDTH))
+    module.register_buffer("seen", torch.full((2,), float(seen)))
+    module.linear.register_state_dict_post_hook(_rename_weight)
+    module.linear.register_load_state_dict_pre_hook(_rename_weight_back)
+    return module
 
-    def forward(self, x):
-        return self.blocks(x)
+
+def of_blocks(seed, scan=lambda blocks: nn.Sequential(*blocks)):
+    torch.manual_seed(seed)
+    return Computes(lambda self, x: self.blocks(x), blocks=scan([block(n) for n in range(3)]))
 
 
 @on_each_rank(2)
 def test_files_and_scanned_blocks_go_the_same_way(rank, size, folder):
-    torch.manual_seed(3)
-    expected = Blocks()
-    torch.manual_seed(3)
-    model = wrap(Blocks(xla_fsdp.scan_blocks), "class")
+    expected = of_blocks(3)
+    model = wrap(of_blocks(3, xla_fsdp.scan_blocks), "class")
     same(xla_fsdp.full_state_dict(model, rank0_only=False), expected.state_dict())
-    torch.manual_seed(4)
-    other = Blocks().state_dict()
+    other = of_blocks(4).state_dict()
     xla_fsdp.load_full_state_dict(model, other if rank == 0 else None)
     same(xla_fsdp.full_state_dict(model, rank0_only=False), other)
 
@@ -320,8 +298,7 @@ def test_files_and_scanned_blocks_go_the_same_way(rank, size, folder):
 
         model, path = wrap(built(name, 1), "nested"), f"{folder}/{name}.dcp"
         if name in ("hooks", "_save_to_state_dict"):
-            with pytest.raises(ValueError, match="computes with parameters"):
-                xla_fsdp.to_dcp(path, model)
+            raises(ValueError, "computes with parameters", xla_fsdp.to_dcp, path, model)
             state = xla_fsdp.full_state_dict(model)  # as the message says
             if rank == 0:
                 dcp.save({"model": state}, checkpoint_id=path, no_dist=True)
@@ -348,8 +325,7 @@ def test_an_error_of_a_hook_is_raised_on_every_rank_and_changes_nothing(rank):
     net = Net()
     net.b.register_state_dict_post_hook(fail)
     model = wrap(net, "nested")
-    with pytest.raises((KeyError, OtherRankError), match="of the user"):
-        full_state_dict(model)
+    raises((KeyError, OtherRankError), "of the user", full_state_dict, model)
     net.b._state_dict_hooks.clear()
     net.b.register_load_state_dict_pre_hook(fail)
     state, shards = full_state_dict(model, rank0_only=False), list(model.parameters())
@@ -360,25 +336,14 @@ def test_an_error_of_a_hook_is_raised_on_every_rank_and_changes_nothing(rank):
     same(full_state_dict(model, rank0_only=False), state)
 
 
-class Scaled(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-
-    def forward(self, x):
-        return 2 * self.base(x)
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("a", "b", "c")})
-
-    def forward(self, x):
+def build():
+    def compute(self, x):
         for layer in self.layers.values():
             x = layer(x).tanh()
         return x
+
+    torch.manual_seed(3)
+    return Computes(compute, layers=nn.ModuleDict({name: nn.Linear(6, 6) for name in "abc"}))
 
 
 def swap(layers):
@@ -394,7 +359,7 @@ def remove(layers):
 
 
 def surround(layers):
-    layers["b"] = Scaled(layers["b"])
+    layers["b"] = Computes(lambda self, x: 2 * self.base(x), base=layers["b"])
 
 
 CHANGES = [swap, rename, remove, surround]
@@ -404,7 +369,7 @@ CHANGES = [swap, rename, remove, surround]
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @on_each_rank(2)
 def test_states_have_present_names(rank, tmp_path, form, change):
-    plain, inner = Model(), Model()
+    plain, inner = build(), build()
     model = FSDP(inner) if form == "wrapper" else xla_fsdp.fully_shard(inner)
     change(plain.layers)
     change(inner.layers)

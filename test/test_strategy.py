@@ -9,15 +9,24 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank, without_ranks
+from on_ranks import on_each_rank, raises, slow, without_ranks
 from planned import training_step
-from test_special_uses import inputs, inputs_of_all, mlp, trace_as_on_tpu, wrapped
+from small_models import (
+    here,
+    inputs,
+    inputs_of_all,
+    mean_square,
+    mlp,
+    trace_as_on_tpu,
+    wrapped,
+)
 from torch import nn
 
 from xla_fsdp import ShardingStrategy, checkpoint_module, full_state_dict, plan
 from xla_fsdp import ShardingStrategy as S
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.sharding.state import units_in
+from xla_fsdp.wrap import transformer_auto_wrap_policy
 
 WAYS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
@@ -32,8 +41,7 @@ class Mesh:
 def trained(model: nn.Module, batches: list[torch.Tensor]) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     for batch in batches:
-        loss = model(batch).square().mean()
-        loss.backward()
+        model(batch).square().mean().backward()
         clip = getattr(model, "clip_grad_norm_", None)
         norm = clip(0.1) if clip else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         assert norm > 0.1  # so that it matters whose norm it is
@@ -42,14 +50,11 @@ def trained(model: nn.Module, batches: list[torch.Tensor]) -> nn.Module:
     return model
 
 
-def small_policy(module, recurse, nonwrapped_numel=0, **_):
-    return True if recurse else isinstance(module, nn.Linear)
-
-
 def assert_trains_alike(rank: int, size: int, **options: Any):
     plain = trained(mlp(), [torch.cat([inputs(r, s) for r in range(size)]) for s in range(2)])
-    model = FSDP(mlp(), auto_wrap_policy=small_policy, **options)
-    trained(model, [inputs(rank, s).to("xla") for s in range(2)])
+    linear = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
+    model = FSDP(mlp(), auto_wrap_policy=linear, **options)
+    trained(model, [here(rank, s) for s in range(2)])
     torch_xla.sync()
     with FSDP.summon_full_params(model, writeback=False):
         for own, value in zip(model.parameters(), plain.parameters(), strict=True):
@@ -58,7 +63,7 @@ def assert_trains_alike(rank: int, size: int, **options: Any):
     return model
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 @on_each_rank(timeout=1500)
 def test_every_strategy_trains_like_plain_torch(rank):
     size = xr.world_size()
@@ -122,8 +127,7 @@ def test_what_does_not_go_together_is_refused(rank):
         *(("device_mesh must contain .*each of the 2 ranks once", {"device_mesh": mesh})
           for mesh in meshes),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=text):
-            FSDP(mlp(), **options)
+        raises(ValueError, text, FSDP, mlp(), **options)
 
 
 @pytest.mark.slow
@@ -145,7 +149,7 @@ def gathers(rank, reshard):
     trace_as_on_tpu()
     model = wrapped(mlp(), "1", reshard_after_forward=reshard, compute_dtype=torch.bfloat16)
     torch_xla.sync()
-    loss = model(inputs(rank).to("xla")).float().square().mean()
+    loss = model(here(rank)).float().square().mean()
     loss.backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     hlo = torch_xla._XLAC._get_xla_tensors_hlo([loss.detach(), *grads])
@@ -174,11 +178,11 @@ def test_recomputation_gathers_within_the_small_groups_too(rank):
     trace_as_on_tpu()
     options = {"reshard_after_forward": 2, "disable_reshard_on_root": False}
     plain = mlp()
-    plain(inputs_of_all()).square().mean().backward()
+    mean_square(plain, inputs_of_all()).backward()
     model = mlp()
     model[1] = checkpoint_module(nn.Sequential(FSDP(model[1], **options)))
     model = FSDP(model, **options)
-    loss = model(inputs(rank).to("xla")).square().mean()
+    loss = mean_square(model, here(rank))
     secondaries = [ref() for _, unit in units_in(model) for ref in unit._secondaries]
     assert all(one.pieces for one in secondaries)
     loss.backward()
@@ -200,8 +204,7 @@ def test_what_numbers_mean(rank):
         with pytest.raises((ValueError, TypeError), match=f"got {number}. Pass one of|, got 2.0"):
             FSDP(mlp(), reshard_after_forward=number)
     for given, meant in ((True, True), (False, False), (1, False), (2, 2), (4, True)):
-        found = FSDP(mlp(), reshard_after_forward=given).fsdp_options.reshard_after_forward
-        assert found is meant
+        assert FSDP(mlp(), reshard_after_forward=given).fsdp_options.reshard_after_forward is meant
 
 
 WIDTH, BLOCKS = 512, 4

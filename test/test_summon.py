@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import on_each_rank
-from test_special_uses import assert_same_gradients, trace_as_on_tpu, whole
-from test_special_uses import wrapped as wrap
+from on_ranks import on_each_rank, only_full, raises, slow
+from small_models import Computes, assert_same_gradients, trace_as_on_tpu, whole
+from small_models import wrapped as wrap
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -174,10 +174,8 @@ def initialise(module: nn.Module) -> None:
     """What depends on what is there: a tied weight is met twice."""
     for name, parameter in module.named_parameters(recurse=False):
         with torch.no_grad():
-            parameter.mul_(3).add_(
-                len(name)
-                + torch.arange(parameter.numel()).to(parameter.device).view(parameter.shape)
-            )
+            more = torch.arange(parameter.numel()).view(parameter.shape)
+            parameter.mul_(3).add_(len(name) + more.to(parameter.device))
 
 
 def applying(rank, kind):
@@ -187,7 +185,7 @@ def applying(rank, kind):
     assert_same_values(model, plain)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 @on_each_rank(timeout=1500)
 def test_full_parameters_are_read_and_written(rank):
     for kind in KINDS:
@@ -196,7 +194,7 @@ def test_full_parameters_are_read_and_written(rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, only_full(4)])
 @on_each_rank(timeout=1500)
 def test_with_gradients(rank):
     for kind in KINDS:
@@ -249,8 +247,7 @@ def test_parts_of_a_model_and_what_is_refused(rank):
     refused(TypeError, "module must be a torch.nn.Module, got int", given=3)
     refused(ValueError, "'' ?|'Linear' belong to a wrapper around", given=model.module.up)
     scanned = FSDP(nn.Sequential(nn.Linear(4, 4), scan_blocks(nn.Linear(4, 4) for _ in range(2))))
-    with pytest.raises(ValueError, match="xla_fsdp.full_state_dict"):
-        scanned.apply(initialise)
+    raises(ValueError, "xla_fsdp.full_state_dict", scanned.apply, initialise)
 
     def replaced():
         model.module.up.bias = nn.Parameter(torch.zeros(7))
@@ -271,34 +268,23 @@ def test_parts_of_a_model_and_what_is_refused(rank):
                 return super().forward(x)
 
     asking = FSDP(Asks(4, 4))
-    with pytest.raises(RuntimeError, match="cannot be summoned in a forward"):
-        asking(torch.ones(1, 4).to("xla"))
-
-
-class Looking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 3)
-        self.look = None
-        self.seen = []
-
-    def forward(self, x):
-        self.seen = self.look()
-        own = [self.inner.weight, self.inner.bias]
-        assert all(a is b for a, b in zip(self.seen, own, strict=True))
-        return self.inner(x)
+    raises(RuntimeError, "cannot be summoned in a forward", asking, torch.ones(1, 4).to("xla"))
 
 
 @on_each_rank(2)
 def test_lists_of_full_parameters(rank):
-    shapes = [(3, WIDTH), (3,)]
+    shapes, wrappers = [(3, WIDTH), (3,)], []
+
+    def looks(self, x):
+        listed = [*wrappers[-1].full_params]
+        own = [self.inner.weight, self.inner.bias]
+        assert all(a is b for a, b in zip(listed, own, strict=True))
+        return self.inner(x)
+
     for flat in (False, True):
-        model = FSDP(Looking(), flatten_parameters=flat)
-        module = model.module
-        module.look = lambda model=model: [*model.full_params]
-        module.seen = []
+        model = FSDP(Computes(looks, inner=nn.Linear(WIDTH, 3)), flatten_parameters=flat)
+        wrappers.append(model)
         model(torch.ones(2, WIDTH).to("xla")).sum().backward()
-        assert len(module.seen) == 2
         with FSDP.summon_full_params(model):
             assert [tuple(p.shape) for p in model.full_params] == shapes
             held = list(model.parameters())

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from lazy_modules import xm
+from on_ranks import only_full, raises
 from processes import ended
 
 from xla_fsdp.testing import RankError, RankTimeoutError, WorkerDiedError, run_in_ranks
@@ -111,8 +112,7 @@ def test_a_crash_in_a_used_process_is_tried_again_in_a_new_one(run_ranks, tmp_pa
     (after,) = run_ranks(crash, 1, 1)
     assert after not in before
     assert "SIGSEGV" in (said := capfd.readouterr().err) and "again, in a new process" in said
-    with pytest.raises(WorkerDiedError, match="SIGSEGV"):
-        run_ranks(crash, 1, 3)
+    raises(WorkerDiedError, "SIGSEGV", run_ranks, crash, 1, 3)
     assert len(os.listdir(tmp_path)) == 3
 
 
@@ -150,19 +150,17 @@ def test_what_can_not_be_pickled_is_named(run_ranks):
     with pytest.raises(TypeError, match="result of rank 0"):
         run_ranks(lambda rank: gc.get_objects if rank else sys._getframe(), 2)
     frame = sys._getframe()
-    with pytest.raises(TypeError, match="arguments"):
-        run_ranks(lambda rank, f: None, 2, frame)
+    raises(TypeError, "arguments", run_ranks, lambda rank, f: None, 2, frame)
     assert len(run_ranks(pid, 2)) == 2
 
 
 @pytest.mark.parametrize("count, error", [(0, ValueError), (9, ValueError), ("2", TypeError)])
 def test_wrong_counts(run_ranks, count, error):
-    with pytest.raises(error, match="1 to 8"):
-        run_ranks(pid, count)
+    raises(error, "1 to 8", run_ranks, pid, count)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["prepend", pytest.param("importlib", marks=pytest.mark.full)])
+@pytest.mark.parametrize("mode", ["prepend", only_full("importlib")])
 def test_in_a_suite_of_its_own(tmp_path, mode):
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["xla_fsdp.testing"]\n')
     (tmp_path / "test_theirs.py").write_text(

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch_xla
-from on_ranks import on_each_rank, without_ranks
-from test_special_uses import inputs, mlp, wrapped
+from on_ranks import on_each_rank, slow, without_ranks
+from small_models import inputs, mlp, wrapped
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -17,7 +17,6 @@ from xla_fsdp.sharding.trace_cache import TraceCache
 
 
 def counted(world):
-    """A :class:`TraceCache`, a function to call with it, and the list of its calls."""
     calls = []
     constant = torch.full((2,), 3.0).to(world.device)
 
@@ -64,9 +63,7 @@ def test_a_program_under_way_does_not_disturb():
 
         def device_parameter_id_tensor_mapping(self):
             if len(made) == 1:
-                raise RuntimeError(
-                    "Check failed: param_id.has_value(): Parameter ID must exist for"
-                )
+                raise RuntimeError("Check failed: param_id.has_value(): Parameter ID must exist")
             return self.real.device_parameter_id_tensor_mapping()
 
     original, xlac.LoweringContext = xlac.LoweringContext, Context
@@ -81,7 +78,7 @@ def test_a_program_under_way_does_not_disturb():
 
 
 @without_ranks
-def test_what_was_not_used_for_long_is_forgotten():
+def test_what_is_old_or_traced_anew_each_time_is_not_kept():
     once, function, calls = counted(World.current())
     for length in range(2, 2 + 2 * module._MAX_CACHED):
         once("f", function, [torch.ones(length).to("xla")], "key")
@@ -90,9 +87,6 @@ def test_what_was_not_used_for_long_is_forgotten():
     once("f", function, [torch.ones(1 + 2 * module._MAX_CACHED).to("xla")], "key")
     assert not calls
 
-
-@without_ranks
-def test_what_is_traced_anew_each_time_is_not_kept():
     once, function, calls = counted(World.current())
     torch_xla._XLAC._set_ir_debug(True)
     x = torch.ones(2).to("xla")
@@ -105,7 +99,7 @@ def test_what_is_traced_anew_each_time_is_not_kept():
 @without_ranks
 def test_a_unit_without_elements():
     model = FSDP(nn.Sequential(nn.Linear(4, 3), FSDP(nn.Linear(3, 0))))
-    x = torch.ones(2, 4).to(torch_xla.device())
+    x = torch.ones(2, 4).to("xla")
     for _ in range(2):
         model(x).sum().backward()
         assert model(x).cpu().shape == (2, 0)
@@ -125,7 +119,7 @@ torch.manual_seed(0)
 model = FSDP(nn.Sequential(FSDP(nn.Embedding(10, 6)), nn.Linear(6, 3)))
 ids = torch.arange(8).view(2, 4)
 for _ in range(2):
-    model(ids.to(torch_xla.device())).square().sum().backward()
+    model(ids.to("xla")).square().sum().backward()
     plain(ids).square().sum().backward()
     torch_xla.sync()
 for ours, theirs in zip(model.parameters(), plain.parameters()):
@@ -138,9 +132,7 @@ print("equal")
 TYPES = ("XLA_USE_32BIT_LONG", "XLA_USE_BF16")
 
 
-@pytest.mark.parametrize(
-    "setting", ["eager", *(pytest.param(s, marks=pytest.mark.slow) for s in TYPES), ""]
-)
+@pytest.mark.parametrize("setting", ["eager", *(slow(s) for s in TYPES), ""])
 def test_settings_of_torch_xla(run_script, setting):
     """In eager mode nothing can be traced; others change the types that tensors have on devices."""
     env = {"PJRT_DEVICE": "CPU", **({setting: "1"} if setting.isupper() else {})}
@@ -168,7 +160,7 @@ def test_later_steps_use_what_the_first_one_traced():
         for one in (plain, model):
             one.zero_grad()
         x = inputs(0, step)
-        loss = model(x.to(torch_xla.device())).square().mean()
+        loss = model(x.to("xla")).square().mean()
         expected = plain(x).square().mean()
         loss.backward(), expected.backward()
         torch.testing.assert_close(loss.cpu(), expected, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises
+from small_models import Computes, assert_same_gradients
 from torch import nn
 
 from xla_fsdp import FSDPModule, fully_shard, scan_blocks
@@ -157,17 +158,14 @@ def result_of(action, module):
         return str(error)
 
 
+FROZEN = "between steps"
 REFUSED = {
-    "freezing": (lambda module: module.weight.requires_grad_(False), "between steps"),
-    "freezing by assignment": (
-        lambda module: setattr(module.weight, "requires_grad", False), "between steps",
-    ),
-    "a gradient": (
-        lambda module: setattr(module.weight, "grad", torch.ones(1)), "after backward()",
-    ),
-    "another name": (lambda module: setattr(module, "other", module.weight), "local variable"),
-    "unfreezing": (lambda module: module.frozen.requires_grad_(), "between steps"),
-}  # fmt: skip
+    "freezing": (lambda m: m.weight.requires_grad_(False), FROZEN),
+    "freezing by assignment": (lambda m: setattr(m.weight, "requires_grad", False), FROZEN),
+    "a gradient": (lambda m: setattr(m.weight, "grad", torch.ones(1)), "after backward()"),
+    "another name": (lambda m: setattr(m, "other", m.weight), "local variable"),
+    "unfreezing": (lambda m: m.frozen.requires_grad_(), FROZEN),
+}
 
 
 def assert_refused(rank, form, action, remedy, name="weight"):
@@ -181,8 +179,7 @@ def assert_refused(rank, form, action, remedy, name="weight"):
 @on_each_rank(2)
 def test_what_would_be_lost_raises(rank, form):
     for case, (action, remedy) in REFUSED.items():
-        name = "frozen" if case == "unfreezing" else "weight"
-        assert_refused(rank, form, action, remedy, name)
+        assert_refused(rank, form, action, remedy, "frozen" if case == "unfreezing" else "weight")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -251,37 +248,27 @@ def test_copies_are_parameters_that_nothing_shards(rank):
     assert asked(rank, "wrapper", copies)[0] == [(True, True, True, True)]
 
 
-class Changed(nn.Module):
-    """Changes a cast in place: what autograd saves of it cannot be made of the parameter again."""
+@pytest.mark.parametrize("frozen", [False, True])
+@on_each_rank(1)
+def test_casts_that_are_changed_in_place(rank, frozen):
+    """What autograd saves of such a cast cannot be made of the parameter again."""
 
-    def __init__(self, frozen):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=not frozen)
-
-    def forward(self, x):
+    def compute(self, x):
         half = self.weight.to(torch.float64)
         half.mul_(2)
         again = half.float()
         again[0] = 1
         return x @ again.t() + x @ self.weight.detach().double().float()
 
-
-@pytest.mark.parametrize("frozen", [False, True])
-@on_each_rank(1)
-def test_casts_that_are_changed_in_place(rank, frozen):
-    torch.manual_seed(0)
-    plain = Changed(frozen)
+    plain = Computes(compute, weight=nn.Parameter(torch.randn(WIDTH, WIDTH)))
+    plain.requires_grad_(not frozen)
     model = FSDP(nn.Sequential(FSDP(copy.deepcopy(plain))))
     x = torch.randn(3, WIDTH, requires_grad=True)
     mine = x.detach().to("xla").requires_grad_()
     for module, given in ((plain, x), (model, mine)):
         module(given).square().sum().backward()
     torch.testing.assert_close(mine.grad.cpu(), x.grad, rtol=1e-5, atol=1e-5)
-    if not frozen:
-        (shard,) = model.parameters()
-        torch.testing.assert_close(
-            shard.grad.cpu()[: WIDTH * WIDTH].view_as(plain.weight), plain.weight.grad
-        )
+    assert_same_gradients(model, nn.Sequential(plain))
 
 
 @on_each_rank(2)
@@ -290,8 +277,7 @@ def test_a_frozen_trunk_has_no_backward(rank):
     model = FSDP(nn.Sequential(trunk, nn.Linear(WIDTH, 2)))
     features = []
     trunk.register_forward_hook(lambda *args: features.append(args[-1]))
-    x = torch.ones(2, WIDTH, device="xla")
-    loss = model(x).sum()
+    loss = model(torch.ones(2, WIDTH, device="xla")).sum()
     gathers, gather = [], trunk._unit.gather
     trunk._unit.gather = lambda *args: gathers.append(1) or gather(*args)
     loss.backward()
@@ -303,5 +289,4 @@ def test_a_frozen_trunk_has_no_backward(rank):
 @on_each_rank(2)
 def test_an_optimizer_that_a_forward_makes_raises(rank):
     (optimizer,), _ = asked(rank, "wrapper", lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match=r"Make the optimizer from model.parameters\(\) outside"):
-        optimizer.step()
+    raises(RuntimeError, r"Make the optimizer from model.parameters\(\) outside", optimizer.step)

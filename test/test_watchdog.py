@@ -4,21 +4,30 @@ import json
 import re
 
 import pytest
+from on_ranks import raises
 
 from xla_fsdp.ranks.watchdog import waits
 from xla_fsdp.ranks.watchdog.hang_report import RankStatus, hang_text
 from xla_fsdp.ranks.watchdog.watch_settings import WatchSettings, watch_settings
 
+HEAD = """
+import ctypes, functools, json, multiprocessing, os, queue, signal, socket, sys, threading, time
+import torch, torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+import xla_fsdp
+from pathlib import Path
+from xla_fsdp.ranks import channel, launch, spawned
+from xla_fsdp.ranks.channel import served
+from xla_fsdp.ranks.watchdog import watch
+from xla_fsdp.ranks.watchdog.watch import watched
+
+def next_batch():
+    time.sleep(3600)
+"""
 # Ranks in processes wait for each other in files, in a function that has its file in torch_xla's
 # folder: no CPU has collectives between processes.
 WAITING = """
-import ctypes, json, multiprocessing, os, queue, signal, socket, sys, threading, time
-import torch, torch_xla
-import torch_xla.runtime as xr
-from pathlib import Path
-from xla_fsdp.ranks.channel import served
-from xla_fsdp.ranks.watchdog.watch import watched
-
 folder = Path(sys.argv[1])
 waiting = '''
 def all_reduce(path, size):
@@ -26,6 +35,14 @@ def all_reduce(path, size):
         time.sleep(0.02)
 '''
 exec(compile(waiting, os.path.join(os.path.dirname(torch_xla.__file__), "waiting.py"), "exec"))
+
+def collective(rank, name):
+    (folder / f"{name}.{rank}").touch()
+    all_reduce(folder / name, SIZE)
+
+def step(rank, name):
+    torch_xla.sync()
+    collective(rank, name)
 
 def with_pythons_lock(name):
     file = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK)
@@ -53,9 +70,9 @@ def begin(lock, *targets):
     os.close(ends["write"])
     return os.fdopen(read), key, processes
 
-def watch_as(rank, size):
+def watch_as(rank):
     os.dup2(ends["write"], 2)
-    xr.world_size, xr.global_ordinal = lambda: size, lambda: rank
+    xr.world_size, xr.global_ordinal = lambda: SIZE, lambda: rank
     watched(train, 3.0)(rank)
 """
 
@@ -67,7 +84,7 @@ def run(run_script, tmp_path):
     def run_in_folder(script, **environment):
         (tmp_path / "there").mkdir()
         env = {"PJRT_DEVICE": "CPU", **environment}
-        done = run_script(script, tmp_path / "there", env=env, timeout=200)
+        done = run_script(HEAD + script, tmp_path / "there", env=env, timeout=200)
         assert done.returncode == 0, done.stderr
         return done
 
@@ -77,14 +94,6 @@ def run(run_script, tmp_path):
 # Three processes, forked, each a world of its own for XLA.
 PROCESSES = """
 SIZE = 3
-
-def collective(rank, name):
-    (folder / f"{name}.{rank}").touch()
-    all_reduce(folder / name, SIZE)
-
-def step(rank, name):
-    torch_xla.sync()
-    collective(rank, name)
 
 def until_told(name):
     while not (folder / f"{name}-over").exists():
@@ -117,7 +126,7 @@ def train(rank):
 def main():
     lock, told = "with_pythons_lock", []
     with served():
-        lines, key, ranks = begin(lock, *((watch_as, rank, SIZE) for rank in range(SIZE)))
+        lines, key, ranks = begin(lock, *((watch_as, rank) for rank in range(SIZE)))
         for name in ("until_told", "in_data", lock, "left out", "killed"):
             told.append(one_report(lines))
             if name == lock:
@@ -156,22 +165,12 @@ def test_a_rank_that_hangs_is_named_and_no_other(run):
 
 # Two ranks of one process, as on TPU v2 and v3, and a collective of XLA's.
 PAIR = """
-import functools, sys, time
-import torch, torch_xla
-import torch_xla.core.xla_model as xm
-import xla_fsdp
-from xla_fsdp.ranks import spawned
-from xla_fsdp.ranks.watchdog.watch import watched
-
 def train(rank):
     x = torch.ones(2, device="xla")
     torch_xla.sync()
     if rank == 1:
         next_batch()
     xm.all_reduce(xm.REDUCE_SUM, x).sum().item()
-
-def next_batch():
-    time.sleep(3600)
 
 torch_xla.launch = functools.partial(torch_xla.launch, start_method="fork")
 try:
@@ -191,12 +190,6 @@ def test_ranks_are_ended_if_that_is_asked_for(run):
 
 
 ALONE = """
-import time
-import torch_xla
-import torch_xla.runtime as xr
-from xla_fsdp.ranks.channel import served
-from xla_fsdp.ranks.watchdog.watch import watched
-
 xr.world_size, xr.global_ordinal = lambda: 2, lambda: 0
 
 def without_a_store(rank):
@@ -228,12 +221,7 @@ def test_without_a_store_nobody_watches_and_when_it_is_lost_each_itself(run):
 
 # torchrun's own agent, which forks the two workers. XLA has no collectives between them on a CPU.
 TORCHRUN = """
-import os, time
-import torch_xla
-import torch_xla.runtime as xr
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-import xla_fsdp
-from xla_fsdp.ranks import launch
 
 def train(rank):
     for number in range(3):
@@ -242,9 +230,6 @@ def train(rank):
         next_batch()
     while True:
         time.sleep(0.1)
-
-def next_batch():
-    time.sleep(3600)
 
 def worker():
     xr.world_size = lambda: int(os.environ["WORLD_SIZE"])
@@ -278,13 +263,7 @@ def test_workers_of_torchrun_are_watched_through_its_store(run):
 # Two hosts: launchers in process groups of their own, which meet at a port of the first, and whose
 # processes cannot signal each other's. Ranks wait for each other in files.
 HOSTS = """
-from xla_fsdp.ranks import channel
-from xla_fsdp.ranks.watchdog import watch
-
-def step(rank, name):
-    torch_xla.sync()
-    (folder / f"{name}.{rank}").touch()
-    all_reduce(folder / name, 4)
+SIZE = 4
 
 def train(rank):
     for number in range(3):
@@ -296,7 +275,7 @@ def train(rank):
 
 def process(host, rank):
     watch._host_identity = lambda: f"host {host}"
-    watch_as(rank, 4)
+    watch_as(rank)
 
 def launcher(host):
     os.setsid()
@@ -352,24 +331,23 @@ def test_what_is_compiled_is_work(monkeypatch):
     monkeypatch.setattr(waits.time, "monotonic", lambda: next(now))
     monkeypatch.setattr(waits.time, "process_time", lambda: next(processor))
     progress = waits.ProcessProgress()
-
-    def look(**more):
+    for more, expected in (
+        ({}, (0, 0, "")),
+        ({"CreateCompileHandles": 2}, (0, 0, "")),  # not by a sync
+        ({"MarkStep": 1, "UncachedCompile": 1}, (1, 0, "compiling")),
+        ({}, (1, 1, "compiling")),
+        ({"CreateCompileHandles": 3}, (1, 0, "")),
+        ({"MarkStep": 2}, (2, 0, "")),
+        ({}, (2, 1, "")),
+        ({"ExecuteComputation": 1}, (2, 0, "")),
+        ({}, (2, 1, "computing")),
+        ({}, (2, 2, "computing")),
+    ):
         counts.update(more)
-        return progress.look()
-
-    assert look() == (0, 0, "")
-    assert look(CreateCompileHandles=2) == (0, 0, "")  # not by a sync
-    assert look(MarkStep=1, UncachedCompile=1) == (1, 0, "compiling")
-    assert look() == (1, 1, "compiling")
-    assert look(CreateCompileHandles=3) == (1, 0, "")
-    assert look(MarkStep=2) == (2, 0, "")
-    assert look() == (2, 1, "")
-    assert look(ExecuteComputation=1) == (2, 0, "")
-    assert look() == (2, 1, "computing")
-    assert look() == (2, 2, "computing")
-    assert WatchSettings(600.0, False).patience(0, False) == 2400.0
-    assert WatchSettings(600.0, False).patience(1, True) == 2400.0
-    assert WatchSettings(600.0, False).patience(1, False) == 600.0
+        assert progress.look() == expected
+    watched = WatchSettings(600.0, False)
+    waited = [watched.patience(*given) for given in ((0, False), (1, True), (1, False))]
+    assert waited == [2400.0, 2400.0, 600.0]
 
 
 def place(rank, steps=7, what=waits.DEVICE, where="a.py:1 in f", **more):
@@ -422,5 +400,6 @@ def test_what_may_be_asked_for(monkeypatch):
     assert WatchSettings(600.0, False).beat == 5.0
     for said in ("0", "-1", "nan", "inf", "on", "900,stop", "end,900", "send"):
         monkeypatch.setenv("XLA_FSDP_WATCHDOG", said)
-        with pytest.raises(ValueError, match=f"XLA_FSDP_WATCHDOG='{said}': allowed are off, a pos"):
-            watch_settings(600.0)
+        raises(
+            ValueError, f"XLA_FSDP_WATCHDOG='{said}': allowed are off, a pos", watch_settings, 600.0
+        )

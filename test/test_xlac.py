@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch_xla
 from conftest import ROOT
+from on_ranks import raises
 
 from xla_fsdp import xlac
 
@@ -22,7 +23,6 @@ FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.p
 
 
 def import_again():
-    """What importing the file does, with torch_xla as it is now."""
     spec = importlib.util.spec_from_file_location("xlac_again", xlac.__file__)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
@@ -57,8 +57,7 @@ def test_what_a_release_lacks_is_named(monkeypatch, capsys, owner, name, use):
     assert xlac._report() == 1
     told = capsys.readouterr().out
     assert "".join(f"missing: {one}: {text}\n" for one, text in lacking.items()) in told
-    with pytest.raises(ImportError, match=f"lacks {', '.join(lacking)}, which xla_fsdp needs"):
-        import_again()
+    raises(ImportError, f"lacks {', '.join(lacking)}, which xla_fsdp needs", import_again)
 
 
 def test_symbols_that_a_release_lacks_are_named(monkeypatch):

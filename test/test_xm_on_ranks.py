@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch_xla.core.functions as xf
 from lazy_modules import torch_xla, xm, xr
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises, slow
 
 from xla_fsdp.ranks.rank import current_rank
 
 
 # The scope groups tests by worker.
-@pytest.fixture(params=[1, 2, 3, pytest.param(4, marks=pytest.mark.slow)], scope="session")
+@pytest.fixture(params=[1, 2, 3, slow(4)], scope="session")
 def ranks(request):
     return request.param
 
@@ -39,8 +39,7 @@ def test_all_reduce(rank):
     same(xm.all_reduce("mul", x), stack.prod(0))
     same(xm.all_reduce("min", x), stack.amin(0))
     same(xm.all_reduce("max", x), stack.amax(0))
-    scaled = xm.all_reduce(xm.REDUCE_SUM, x, scale=1 / n)
-    torch.testing.assert_close(scaled.cpu(), stack.mean(0))
+    torch.testing.assert_close(xm.all_reduce(xm.REDUCE_SUM, x, scale=1 / n).cpu(), stack.mean(0))
     all_bits, any_bit = (xm.all_reduce(kind, own) for kind in (xm.REDUCE_AND, xm.REDUCE_OR))
     same(all_bits, torch.from_numpy(np.bitwise_and.reduce(flags.numpy())))
     same(any_bit, torch.from_numpy(np.bitwise_or.reduce(flags.numpy())))
@@ -142,10 +141,8 @@ def test_rendezvous_and_mesh_reduce(rank):
 
 @on_each_rank(2)
 def test_rendezvous_rejects_what_it_can_not_do(rank):
-    with pytest.raises(ValueError, match="all 2 ranks"):
-        xm.rendezvous("some", replicas=[0])
-    with pytest.raises(TypeError, match="bytes"):
-        xm.rendezvous("text", "payload")
+    raises(ValueError, "all 2 ranks", xm.rendezvous, "some", replicas=[0])
+    raises(TypeError, "bytes", xm.rendezvous, "text", "payload")
 
 
 @on_each_rank()
@@ -220,8 +217,7 @@ def test_save_closures_and_autograd_are_the_ranks_own(rank, tmp_path):
     xm.save({"total": xm.all_gather(x)}, tmp_path / "master.pt")
     xm.rendezvous("saved")
     xm.save({"x": x}, tmp_path / f"{rank}.pt", master_only=False)
-    master = torch.load(tmp_path / "master.pt")
-    assert master["total"].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    assert torch.load(tmp_path / "master.pt")["total"].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
     assert torch.load(tmp_path / f"{rank}.pt")["x"].tolist() == [float(rank)] * 2
     assert str(torch_xla.device()) == str(x.device) == f"xla:{rank}"
     assert (xr.global_ordinal(), xr.local_ordinal(), xr.world_size()) == (rank, rank, 3)
