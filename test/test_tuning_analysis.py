@@ -54,8 +54,8 @@ def test_a_traced_step_holds_and_computes_what_was_worked_out():
     assert weight in first.gathered and first.gathered == first.reduced and len(first.reduced) == 3
     assert first.reduced[0] == biases
     # Bfloat16: what goes into tanh, and what is added to the input. Tanh itself is fused.
-    assert first.held == pytest.approx(2 * ROWS * (INNER + WIDTH), rel=0.01)
-    assert first.held_recomputed == pytest.approx(2 * ROWS * WIDTH, rel=0.01)
+    assert first.saved == pytest.approx(2 * ROWS * (INNER + WIDTH), rel=0.01)
+    assert first.saved_recomputed == pytest.approx(2 * ROWS * WIDTH, rel=0.01)
     assert first.largest == 2 * ROWS * INNER
     (up,) = first.again
     assert (up.name, up.bytes) == ("up", 2 * ROWS * INNER) and first.again == last.again
