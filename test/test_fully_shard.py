@@ -441,7 +441,7 @@ def fingerprints():
     for make in (sharded, wrapped):
         torch.manual_seed(0)
         traced = trace_step(lambda make=make: step(make), 1, slice.devices, slice)
-        found.append((traced.program.fingerprint, traced.bound, names(traced.program.hlo)))
+        found.append((traced.program.fingerprint, traced.bound, scope_names(traced.program.hlo)))
     return found
 
 

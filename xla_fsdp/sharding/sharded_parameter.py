@@ -364,6 +364,8 @@ def _result_of_hook(found: Any, spec: ShardSpec) -> Any:
 
 def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Handles ``copy_``, ``parameter.data = value`` and ``parameter.grad = value``."""
+    if func.__name__ == "__delete__":
+        return func(*args)  # raises, as for any tensor
     own, value, *rest = args if len(args) > 1 else (*args, kwargs.pop("src"))
     part = _part(operation_name(func), spec_of(own), value)
     if isinstance(part, torch.Tensor) and func.__name__ == "__set__":
