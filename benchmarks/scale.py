@@ -1,8 +1,8 @@
 """Costs that grow with the number of ranks: ``python -m benchmarks.scale``.
 
-Stand-in ranks, without devices: plain functions that write and read real checkpoints through a
-store that counts its requests, exchange the payloads of real exchanges, and look for the ways over
-real slices. A stand-in model of ``--parameters`` parameters is cut as the wrapper cuts it. Prints a
+Simulated ranks, without devices: plain functions that write and read real checkpoints through a
+store that counts its requests, exchange the data of real barriers, and choose routes over real
+slices. A simulated model of ``--parameters`` parameters is cut as the wrapper cuts it. Prints a
 table: a column for each number of ranks, and the power of it that each row grows with.
 """
 
@@ -138,8 +138,10 @@ def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tupl
         "save: requests of rank 0 to complete it": completing,
         "save: seconds of rank 0 to complete it (local disk)": seconds,
         "manifest: bytes": Path(path, "manifest.json").stat().st_size,
-        "barrier: bytes that a rank receives": length * len(records),
-        "barrier: seconds of a rank to read them": best(lambda: list(map(json.loads, padded))),
+        "barrier with data: bytes that a rank receives": length * len(records),
+        "barrier with data: seconds of a rank to read them": best(
+            lambda: list(map(json.loads, padded))
+        ),
     }
 
 
@@ -230,7 +232,7 @@ def launching(world: int) -> dict:
             lambda: routes_for(slice.chip.device_kind, attributes)
         ),
         "fast tier: seconds to choose a step": best(lambda: choose_save(listed)),
-        "fast tier: bytes that tell what a host has": len(json.dumps(listed[0])),
+        "fast tier: bytes that list the files of a host": len(json.dumps(listed[0])),
     }
 
 

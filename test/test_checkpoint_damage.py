@@ -1,4 +1,4 @@
-"""A damaged checkpoint is refused by name, and nothing is loaded from it."""
+"""A damaged checkpoint raises an error that names the file, and nothing is loaded from it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Files that somebody made to do harm: refused by name, at once, and nothing in them executed."""
+"""Hostile files raise an error that names them, and nothing in them is executed."""
 
 import io
 import json

@@ -184,7 +184,7 @@ def test_text_of_what_the_compiler_refused():
     said = "\nRan out of memory in memory space hbm. Used 19.06G of 15.48G hbm. .* by 3.57G.\n"
     assert re.search(said, text) and "reserved" not in text
     for name in (
-        "donated", "code", "with compute inside", "hidden", "compute", "overlapped", "exposed",
+        "donated", "code", "asynchronous with compute", "compute", "overlapped", "exposed",
         "step", "MFU",
     ):  # fmt: skip
         assert re.search(rf"^  {name} +unknown", text, re.M), name

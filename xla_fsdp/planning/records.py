@@ -194,7 +194,7 @@ class Timing:
 
     compute: float  # estimated cycles at the chip's clock
     collective: float  # as if nothing overlapped
-    overlapped: float  # collective time that compute hides
+    overlapped: float  # collective time during which the device computes
     exposed: float  # collective time that compute waits for
     step: float  # compute + exposed + copies
     model_flops: float  # this device's part

@@ -157,17 +157,23 @@ class Situation:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """An option to set. ``seconds``: saved in a step; if not ``modelled``, those it concerns."""
+    """An option to set. ``seconds``: saved in a step; if not ``modelled``, those it concerns.
+
+    ``needs``: HBM, listed after the gain; a suggestion that has it changes the number of samples.
+    """
 
     seconds: float
     text: str
     modelled: bool = True
+    needs: str = ""
 
     def line(self, step: float) -> str:
         if not self.modelled:
             return f"{self.text}; the gain is not modelled, plan it"
-        saved = f"{1e3 * self.seconds:,.2f} ms less of a step, {100 * self.seconds / step:.0f} %"
-        return f"{self.text}: {saved} (model)"
+        share = f"{100 * self.seconds / step:.0f} %"
+        if self.needs:
+            return f"{self.text}: {share} less time a sample (model), {self.needs}"
+        return f"{self.text}: {1e3 * self.seconds:,.2f} ms less of a step, {share} (model)"
 
 
 def suggestions(found: Situation) -> list[str]:
@@ -237,8 +243,8 @@ def _larger_batch(found: Situation) -> Iterator[Suggestion]:
     copies = tuple(replace(one, bytes=times * one.bytes) for one in found.schedule.host_copies)
     # The step now, less its share of the larger step.
     saved = ((times - 1) * found.timing.step + found.saved(ops=ops, host_copies=copies)) / times
-    more = f"at most {(times - 1) * each / GIB:.1f} GiB more HBM; compared by the sample"
-    yield Suggestion(saved, f"{times} times the batch of a device ({more})")
+    needs = f"at most {(times - 1) * each / GIB:.1f} GiB more HBM"
+    yield Suggestion(saved, f"{times} times the batch of a device", needs=needs)
 
 
 def _bfloat16(found: Situation) -> Iterator[Suggestion]:

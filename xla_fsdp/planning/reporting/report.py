@@ -318,7 +318,7 @@ def _figures(report: Report) -> list[tuple[str, str, float | None]]:
     sized, placed, timed = report.sized, report.placed, report.timed
     ready = [c for c in collectives if c.asynchronous]
     tiny = [c for c in collectives if c.bytes < TINY]
-    hidden = share(timing.overlapped, timing.collective)
+    overlapped = share(timing.overlapped, timing.collective)
     built = bool(report.program_bytes) or not report.refusal
     figures: list[tuple[str, str, bool, float | None]] = [
         ("required HBM", "GiB", sized, memory.required / GIB),
@@ -335,7 +335,7 @@ def _figures(report: Report) -> list[tuple[str, str, float | None]]:
         ("collective time (model)", "ms", placed, 1e3 * timing.collective),
         ("sent / bound", "×", True, report.wire_ratio),
         ("compute (model)", "ms", timed, 1e3 * timing.compute),
-        ("hidden share (model)", "%", timed, 100 * hidden),
+        ("overlapped share (model)", "%", timed, 100 * overlapped),
         ("exposed (model)", "ms", timed, 1e3 * timing.exposed),
         ("step (model)", "ms", timed, 1e3 * timing.step),
         ("MFU (model)", "%", timed, 100 * timing.mfu),

@@ -406,14 +406,14 @@ def _traffic(report: Report) -> Section:
     if collectives:
         ready = [c for c in collectives if c.asynchronous]
         inside = share(wire([c for c in ready if c.overlap_cycles]), sent)
-        hidden = share(timing.overlapped, timing.collective)
-        ready_how = "of the bytes: sent while the device could compute"
+        overlapped = share(timing.overlapped, timing.collective)
+        ready_how = "of the bytes: the device could compute during them"
         inside_how = "of the bytes: compute is scheduled during them" if timed else _NO_CYCLES
-        hidden_how = "of the collectives' time, MODEL" if timed else _NO_CYCLES
+        overlapped_how = "of the collectives' time, MODEL" if timed else _NO_CYCLES
         rows += [
             ("asynchronous", percent(share(wire(ready), sent)), ready_how),
-            ("with compute inside", percent(inside if timed else None), inside_how),
-            ("hidden", percent(hidden if timed else None), hidden_how),
+            ("asynchronous with compute", percent(inside if timed else None), inside_how),
+            ("overlapped", percent(overlapped if timed else None), overlapped_how),
         ]
     return _explained("Traffic of a device", rows)
 
