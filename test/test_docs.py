@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import builtins
 import os
 import re
 import sys
@@ -160,11 +161,88 @@ def test_every_option_is_listed_with_its_default_and_who_takes_it():
         assert name in own or rows[name].split("|")[-1].split() == takers, name
 
 
-def test_every_environment_variable_of_the_package_is_listed():
+# Prefixes of variables that count wherever a string is their name: in lists, dictionaries, flags.
+FAMILIES = (
+    "ACCELERATE ALLOW CLOUDSDK CPU FSDP GCE GLOO GOOGLE JAX LIBTPU MASTER MEGASCALE OMP OPENBLAS "
+    "PJRT PT PTXLA TORCHELASTIC TPU XLA"
+).split()
+FAMILY = re.compile(rf"({'|'.join(FAMILIES)})(_[A-Z0-9]+)+")
+VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
+
+
+def is_environ(node):
+    return ast.unparse(node).rpartition(".")[2] in ("environ", "environment")
+
+
+def environment_variables(tree, constants):
+    """Names of the environment variables that a source reads, sets or lists."""
+
+    def names(node):
+        if isinstance(node, ast.Constant):
+            return {node.value}
+        return constants.get(ast.unparse(node).rpartition(".")[2], set())
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=at, slice=key) if is_environ(at):
+                yield from names(key)
+            case ast.Compare(left=key, comparators=[at]) if is_environ(at):
+                yield from names(key)
+            case ast.Call(func=ast.Attribute(value=at, attr=method), args=keys) if (
+                is_environ(at) or method == "getenv"
+            ):
+                yield from (one.arg for one in node.keywords)  # update(NAME=...)
+                yield from names(keys[0]) if keys else ()  # get, pop, setdefault, getenv
+            case ast.BinOp(left=at, op=ast.BitOr(), right=ast.Dict(keys=keys)) if is_environ(at):
+                yield from (name for key in keys for name in names(key))
+            case ast.Dict(keys=keys, values=values):
+                if any(k is None and is_environ(v) for k, v in zip(keys, values, strict=True)):
+                    yield from (name for key in keys if key is not None for name in names(key))
+            case ast.Attribute(value=ast.Name(id="xenv"), attr=name):
+                yield name
+            case ast.Constant(value=str(text)):
+                yield from (word for word in text.split() if FAMILY.fullmatch(word))
+
+
+def variables_of_python(folders):
+    trees = [
+        ast.parse(path.read_text(encoding="utf-8"))
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    constants = {}
+    for tree in trees:
+        for node in tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=str(text))):
+                    constants.setdefault(name, set()).add(text)
+    found = {name for tree in trees for name in environment_variables(tree, constants)}
+    return {name for name in found if isinstance(name, str) and VARIABLE.fullmatch(name)}
+
+
+def variables_of_recipes():
+    of_bash = {"BASH_SOURCE", "IFS"}
+    found = set()
+    for path in (ROOT / "examples/pod").iterdir():
+        if path.suffix in (".sh", ".yaml") or path.name == "Dockerfile":
+            text = path.read_text(encoding="utf-8")
+            found |= set(re.findall(r"\$\{?!?([A-Z][A-Z0-9_]+)", text))
+            found |= set(re.findall(r"(?:^|export |ENV |[ (])([A-Z][A-Z0-9_]+)=", text, re.M))
+            found |= set(re.findall(r"^ +- name: ([A-Z][A-Z0-9_]+)$", text, re.M))
+            found |= {word for word in re.findall(r"\w+", text) if FAMILY.fullmatch(word)}
+    return found - of_bash
+
+
+def test_every_environment_variable_of_sources_and_recipes_is_listed():
     page = (REFERENCE / "environment-variables.md").read_text(encoding="utf-8")
-    text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    found = set(re.findall(r"\bXLA_FSDP_[A-Z_]+\b", text))
-    assert found and [name for name in sorted(found) if f"`{name}`" not in page] == []
+    python = variables_of_python(["xla_fsdp", "consolidate", "examples", "benchmarks"])
+    shell = variables_of_recipes()
+    assert {"PATH", "HOME", "XLA_USE_BF16", "TPU_MIN_LOG_LEVEL", "POD_HOST"} <= python
+    assert {"BACK_OFF", "RESTART_ATTEMPT", "TPU_WORKER_HOSTNAMES", "PYTHONUNBUFFERED"} <= shell
+    listed = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", page))
+    prefixes = tuple(re.findall(r"`([A-Z_]+)…`", page))
+    missing = sorted((python | shell) - listed)
+    assert [name for name in missing if not name.startswith(prefixes)] == []
 
 
 def test_every_command_is_listed():
@@ -195,9 +273,36 @@ def test_the_messages_on_the_page_of_errors_are_those_of_the_code():
     known = [text for path in SOURCES for text in texts_of(path)]
     assert len(headings) >= 10
     assert [one for one in headings if not any(one in text for text in known)] == []
-    classes = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
-    errors = set(re.findall(r"`(\w+Error)`", page)) - {"ValueError", "TypeError", "ImportError"}
-    assert [one for one in sorted(errors) if f"class {one}(" not in classes] == []
+
+
+# Exceptions that no user meets: a process or function of this package catches them all.
+INTERNAL_ERRORS = {"ApiError", "ImpossibleError", "KnownError", "UsageError"}
+
+
+def error_classes():
+    """The public exception classes of the sources: those that derive from others, or Python's."""
+    bases = {
+        node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    known = {name for name, value in vars(builtins).items() if isinstance(value, type)}
+    errors = {name for name in known if issubclass(getattr(builtins, name), BaseException)}
+    while more := {name for name, of in bases.items() if of & errors and name not in errors}:
+        errors |= more
+    return {name for name in errors & bases.keys() if not name.startswith("_")}
+
+
+def test_every_exception_class_has_a_cause_and_a_remedy():
+    page = (REFERENCE / "errors.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`\w+`[^|]*) \| ([^|]+) \| ([^|]+) \|$", page, re.M)
+    assert all(cause.strip() and remedy.strip() for _, cause, remedy in rows)
+    described = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    errors = error_classes()
+    assert len(errors) > 30 and "CheckpointError" in errors
+    assert errors - INTERNAL_ERRORS - described == {"CheckpointError"}  # the base class, above
+    assert described - errors == set()
 
 
 def build_site(folder):
