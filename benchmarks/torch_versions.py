@@ -43,7 +43,6 @@ def write(folder: Path) -> None:
     """Write all inputs: rank files (ours and in-tree), a checkpoint, and a DCP directory."""
     for name, text in scripts().items():
         (folder / name).write_text(text.replace("runs/", f"{folder}/"))
-    (folder / "before").mkdir()
     elsewhere.stay(str(folder))
     for name, ranks in (("before", 2), ("after", 3), ("leave", 2)):
         if name == "after":

@@ -1,4 +1,4 @@
-"""What `make docs` does beside mkdocs: links from pages to files outside of docs/, and docstrings.
+"""What `make docs` adds to mkdocs: links from pages to files outside of docs/, and docstrings.
 
 A page links to a script or a table of this repository by a relative path, so that the link works
 where the repository is read. The site gets a copy of each such file, under repository/.

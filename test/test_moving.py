@@ -1,17 +1,20 @@
 """The scripts of the pages on migration: one job that moves trains as one that stays."""
 
+import ast
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch_xla.runtime as xr
 from conftest import ROOT
 
 from benchmarks.elsewhere import torchrun, train
-from benchmarks.torch_versions import scripts
+from benchmarks.torch_versions import PAGES, scripts
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import extras
 
@@ -54,7 +57,6 @@ def test_a_job_that_moves_trains_as_one_that_stays(run_ranks, tmp_path):
     assert sorted(found) == sorted(f"{name}.py" for name in names)
     for name, text in found.items():
         (tmp_path / name).write_text(text.replace("runs/", f"{tmp_path}/"))
-    (tmp_path / "before").mkdir()
     folder = str(tmp_path)
     network = {}
     exec(found["network.py"], network)
@@ -76,6 +78,42 @@ def test_a_job_that_moves_trains_as_one_that_stays(run_ranks, tmp_path):
     there = [json.loads(re.search(r"^losses (.+)$", text, re.M)[1]) for text in said]
     assert mean(there) == pytest.approx(expected[4:6], rel=1e-5)
     assert losses("back", 3) == pytest.approx(expected[6:8], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_pages_in_an_empty_folder(tmp_path):
+    """As a user: each block saved under its name, each command as printed, in their order."""
+    pages = [(ROOT / page).read_text(encoding="utf-8") for page in PAGES]
+    for name, text in scripts().items():
+        (tmp_path / name).write_text(text)
+    network = {}
+    exec(scripts()["network.py"], network)
+    expected = staying(network)
+    commands = re.findall(r"^(?:python|torchrun) .+$|(?<=`)(?:python|torchrun) [^`]+\.py(?=`)",
+                          "\n".join(pages), re.M)  # fmt: skip
+    started = [re.sub(r" --ckpt.*", "", command) for command in commands]
+    assert started == [
+        "python before.py", "python -m xla_fsdp.consolidate", "python after.py", "python leave.py",
+        "torchrun --nproc-per-node=2 there.py", "python back.py",
+    ]  # fmt: skip
+    of_pages = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    of_pages |= {"PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"]}
+    printed = [
+        subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=of_pages, check=True, timeout=600,
+            stdout=subprocess.PIPE, text=True,
+        ).stdout
+        for command in commands
+    ]  # fmt: skip
+    losses = [
+        found[0] if isinstance(found[0][0], list) else found
+        for text in printed
+        if (
+            found := [ast.literal_eval(one) for one in re.findall(r"^losses[^[]*(.+)$", text, re.M)]
+        )
+    ]
+    means = [loss for per_rank in losses for loss in mean(per_rank)]
+    assert means == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
