@@ -305,6 +305,13 @@ def test_every_exception_class_has_a_cause_and_a_remedy():
     assert described - errors == set()
 
 
+def test_the_rows_on_scale_are_those_that_its_command_prints():
+    page = (ROOT / "docs/design/scale.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w[^|]+:[^|]+) \|", page, re.M)
+    known = set(texts_of(ROOT / "benchmarks/scale.py"))
+    assert len(rows) > 10 and [row for row in rows if row not in known] == []
+
+
 def build_site(folder):
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
