@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
+from xla_fsdp import CPUOffload, CPUOffloadPolicy, checkpoint_module, fully_shard, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import checkpoint_module, fully_shard, scan_blocks
 from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 from xla_fsdp.layers import all_gather_with_grad
 from xla_fsdp.ranks.rank import current_rank
@@ -113,6 +113,26 @@ def test_cached_parametrizations(rank):
         with parametrize.cached():
             sum(ours(inputs(rank, step).to("xla")).square().mean() for step in range(2)).backward()
             sum(plain(inputs_of_all(step)).square().mean() for step in range(2)).backward()
+        assert_same_gradients(ours, plain)
+
+
+@on_each_rank(2)
+def test_memory_formats(rank):
+    """Shards are vectors, which have no channels to put last: torch raises for those on a CPU."""
+
+    def model():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+
+    images = torch.randn(4, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    for wrap in (
+        FSDP,
+        lambda module: FSDP(module, cpu_offload=CPUOffload()),
+        lambda module: fully_shard(module, offload_policy=CPUOffloadPolicy()),
+    ):
+        plain, ours = model(), wrap(model()).to(memory_format=torch.channels_last)
+        ours(images.chunk(2)[rank].to("xla")).square().mean().backward()
+        plain(images).square().mean().backward()
         assert_same_gradients(ours, plain)
 
 

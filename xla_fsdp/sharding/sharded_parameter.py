@@ -366,6 +366,8 @@ def _full(value: torch.Tensor) -> torch.Tensor:
 
 def _same_elements(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     spec = spec_of(args[0] if args else kwargs.get("input"))
+    if spec is not None:
+        kwargs.pop("memory_format", None)  # one of the full tensor's dimensions
     found = func(*args, **kwargs)
     if spec is not None and type(found) is torch.Tensor:
         return as_sharded(found, spec)
