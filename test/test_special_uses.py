@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
-from xla_fsdp import CPUOffload, checkpoint_module, fully_shard, scan_blocks
+from xla_fsdp import CPUOffload, CPUOffloadPolicy, checkpoint_module, fully_shard, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.layers import all_gather_with_grad
 
@@ -44,6 +44,26 @@ def with_saved_tensors_on_the_host(model, x):
     """Autograd calls these hooks within operators."""
     with torch.autograd.graph.save_on_cpu():
         return mean_square(model, x)
+
+
+@on_each_rank(2)
+def test_memory_formats(rank):
+    """Shards are vectors, which have no channels to put last: torch raises for those on a CPU."""
+
+    def model():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+
+    images = torch.randn(4, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    for wrap in (
+        FSDP,
+        lambda module: FSDP(module, cpu_offload=CPUOffload()),
+        lambda module: fully_shard(module, offload_policy=CPUOffloadPolicy()),
+    ):
+        plain, ours = model(), wrap(model()).to(memory_format=torch.channels_last)
+        ours(images.chunk(2)[rank].to("xla")).square().mean().backward()
+        plain(images).square().mean().backward()
+        assert_same_gradients(ours, plain)
 
 
 class Transposed(nn.Module):

@@ -312,6 +312,8 @@ def _full(value: torch.Tensor) -> torch.Tensor:
 
 def _same_elements(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     spec = spec_of(args[0] if args else kwargs.get("input"))
+    if spec is not None:
+        kwargs.pop("memory_format", None)  # one of the full tensor's dimensions
     found = func(*args, **kwargs)
     return found if spec is None else as_sharded(found, spec)
 
