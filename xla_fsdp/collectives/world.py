@@ -68,7 +68,8 @@ class World:
         total, ordinal = xr.world_size(), xr.global_ordinal()
         rank, size = ordinal, total
         groups: Groups = (tuple(range(total)),)
-        if any(x is not None for x in (sharding_groups, sharding_rank, sharding_world_size)):
+        over_all = sharding_groups is None and sharding_rank is None
+        if not (over_all and sharding_world_size is None):
             if sharding_groups is None or sharding_rank is None or sharding_world_size is None:
                 raise ValueError(
                     f"sharding_groups={sharding_groups} needs sharding_rank and "
