@@ -210,6 +210,8 @@ def test_save_and_load(tmp_path):
     data = json.loads(report.to_json())
     data["report"]["schedule"]["aliased"] = {"1": 5}  # a field that reports had before
     assert Report.from_json(json.dumps(data)) == report
+    older = json.dumps(data).replace('"other_programs"', '"beside"')
+    assert Report.from_json(older) == report
     counted = dataclasses.replace(report, devices=numpy.int64(8))
     assert type(Report.from_json(counted.to_json()).devices) is int
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
