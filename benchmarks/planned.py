@@ -9,7 +9,8 @@ two cores; results are cached. Tables and pictures are written to ``benchmarks/r
 
 ``--compiler VERSION`` chooses the TPU compiler. Given twice, each row is planned by both, and the
 figures in which they differ by more than 3 % are listed. ``--table compilers`` has our plans of
-workload S, ViT-L/16 and GPT-2 medium, for such a comparison.
+workload S, ViT-L/16 and GPT-2 medium, for such a comparison. ``--table routes`` compares
+``collective_routes="auto"`` with ``"default"``, on the slices of v5e and v6e where they differ.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ SLICES = (
     "v3-8", "v3-128", "v4-128", "v5litepod-8", "v5litepod-64", "v5litepod-256", "v5p-128", "v6e-8",
 )  # fmt: skip
 TUNED = "JAX, MaxText's options"
+DEFAULT_ROUTES = "ours, default routes"
 PARTS = "ours, by parts"  # queries, keys and values, as in JAX's row
 VIT, GPT = "ViT-L/16", "GPT-2 medium"
 GPT_SIZES = Decoder(24, 1024, 16, 64, 4096, 50304, length=1024, batch=8, gpt=True)
@@ -54,7 +56,7 @@ class Table:
     way: str = AGAIN
 
 
-PLAIN, LORA, COMPILERS = "plain", "LoRA", "compilers"
+PLAIN, LORA, COMPILERS, ROUTES = "plain", "LoRA", "compilers", "routes"
 LORA_RANK = 16
 TABLES = {
     PLAIN: Table(SLICES, (OURS, PARTS, IN_TREE, SPMD, JAX)),
@@ -62,6 +64,19 @@ TABLES = {
     "one loop": Table(SLICES, (OURS, JAX, TUNED), SCANNED),
     "ZeRO-2": Table(SLICES, (OURS, PARTS, IN_TREE, JAX, TUNED), KEPT),
     LORA: Table(("v3-8", "v5litepod-8", "v6e-8"), (OURS, IN_TREE)),
+    ROUTES: Table(
+        (
+            "v5litepod-16",
+            "v5litepod-64",
+            "v5litepod-128",
+            "v5litepod-256",
+            "v6e-16",
+            "v6e-64",
+            "v6e-128",
+            "v6e-256",
+        ),  # fmt: skip
+        (OURS, DEFAULT_ROUTES),
+    ),
     COMPILERS: Table(("v3-8", "v5litepod-8", "v5litepod-64", "v6e-8"), (OURS, VIT, GPT)),
 }
 MB, MIB = 1e6, 2**20
@@ -124,6 +139,7 @@ def plan_one(name: str, where: str, table: Table, compiler: str | None = None) -
     if table.way == SCANNED:
         return xla_fsdp.plan(scanned_step(), where, **how)
     wrapper = IN_TREE if name == IN_TREE else OURS
+    options = {"collective_routes": "default"} if name == DEFAULT_ROUTES else {}
     how["launcher"] = "torch_xla" if name == IN_TREE else "xla_fsdp"
     step = step_of(
         wrapper,
@@ -131,6 +147,7 @@ def plan_one(name: str, where: str, table: Table, compiler: str | None = None) -
         reshard_after_forward=table.way != KEPT,
         parts=name == PARTS,
         lora_rank=LORA_RANK if table is TABLES[LORA] else 0,
+        **options,
     )
     return xla_fsdp.plan(step, where, **how)
 
@@ -231,7 +248,7 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", choices=every, help="plan only this (repeatable)"
     )
-    usual = [kind for kind in TABLES if kind != COMPILERS]
+    usual = [kind for kind in TABLES if kind not in (COMPILERS, ROUTES)]
     parser.add_argument(
         "--table", action="append", choices=list(TABLES), help=f"default: {', '.join(usual)}"
     )
