@@ -72,8 +72,7 @@ def adamw_step(
     clip_norm: float | None = None,
 ) -> torch.Tensor:
     """Trains a step with AdamW on the loss ``loss_of()``, and returns the loss."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     loss = loss_of()
     loss.backward()
     if clip_norm is not None:
@@ -81,17 +80,3 @@ def adamw_step(
     optimizer.step()
     optimizer.zero_grad()
     return loss
-
-
-class LowRankLinear(nn.Module):
-    """A frozen linear layer plus a trainable product of two narrow matrices (LoRA)."""
-
-    def __init__(self, linear: nn.Linear, rank: int):
-        super().__init__()
-        self.linear = linear.requires_grad_(False)
-        self.narrow = nn.Linear(linear.in_features, rank, bias=False)
-        self.widen = nn.Linear(rank, linear.out_features, bias=False)
-        nn.init.zeros_(self.widen.weight)
-
-    def forward(self, x):
-        return self.linear(x) + self.widen(self.narrow(x))

@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch_xla.runtime as xr
 from conftest import ROOT
+from moving_scripts import scripts, torchrun, train
 
-from benchmarks.elsewhere import torchrun, train
-from benchmarks.torch_versions import scripts
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import extras
 
