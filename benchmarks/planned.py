@@ -46,7 +46,7 @@ ROUTED = (
 )  # fmt: skip
 TUNED = "JAX, MaxText's options"
 DEFAULT_ROUTES = "ours, default routes"
-PARTS = "ours, by parts"  # queries, keys and values, as in JAX's row
+PARTS = "ours, heads in matmuls"  # queries, keys and values, as in JAX's row
 VIT, GPT = "ViT-L/16", "GPT-2 medium"
 GPT_SIZES = Decoder(24, 1024, 16, 64, 4096, 50304, length=1024, batch=8, gpt=True)
 LARGE = 0.03  # of two compilers' figures
