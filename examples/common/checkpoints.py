@@ -59,8 +59,9 @@ def prepare_folder(options: SimpleNamespace) -> None:
         # With --resume_epoch a damaged newer checkpoint does not matter.
         found = xla_fsdp.latest_checkpoint(folder, step)
     except CheckpointError as error:
-        older = "" if step else "; --resume_epoch=N resumes from an older checkpoint"
-        raise Stop(f"{to_one_line(error, None)}{older}", code=2) from error
+        older = "; --resume_epoch=N resumes from an older checkpoint" if options.resume else ""
+        message = f"--ckpt_dir={folder}: {to_one_line(error, None)}{older}"
+        raise Stop(message, code=2) from error
     except (OSError, ImportError, ValueError) as error:
         raise Stop(f"--ckpt_dir={folder}: {to_one_line(error)}", code=2) from error
     if step and not found:
