@@ -1,5 +1,4 @@
-"""The time to save, to load and to consolidate, compared with a plain copy, the in-tree class and
-torch.
+"""The time to save and to load, compared with a plain copy, the in-tree class and torch.
 
     python -m benchmarks.checkpoints --dir /tmp/checkpoints --gib 2
 
@@ -9,20 +8,13 @@ every rank, as for the class of torch_xla; ``torch.distributed.checkpoint`` of t
 the same ranks in one process; and a plain copy of the checkpoint's files. All but the in-tree way
 call fsync. Then the same for loading, where a plain copy means reading all files. All files are in
 the page cache. A job loads only once, so the table has the first time as well as the median.
-
-A second table: the checkpoint consolidated into one file, in a process of its own. Seconds are
-without the start of Python. Peak: resident memory, and the part of it that the process used before
-(mostly imports of torch).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +28,6 @@ from .tables import head, line
 RANKS = 4
 WIDTH = 2048
 SAVED = Path("ours", "step-00000001")
-FORMATS = (".safetensors", ".pth")
 
 
 def _model(gib: float):
@@ -171,52 +162,12 @@ def table(times: dict[str, list[float]], size: int) -> str:
     return f"{size / 2**30:.2f} GiB on {RANKS} ranks\n\n" + "\n".join(rows)
 
 
-def consolidate(folder: Path, extension: str) -> None:
-    """Prints seconds, and resident bytes before the work and at its peak, as JSON."""
-    from xla_fsdp.consolidate import consolidate_checkpoint
-
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before, start = _resident("VmRSS"), time.perf_counter()
-    consolidate_checkpoint(str(folder / SAVED), str(folder / f"full{extension}"))
-    print(json.dumps([time.perf_counter() - start, before, _resident("VmHWM")]))
-
-
-def _resident(field: str) -> int:
-    """Bytes of this process in /proc/self/status."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{field}:")[1].split()[0]) * 1024
-
-
-def consolidations(folder: Path) -> str:
-    """A Markdown table with a row for each format."""
-    rows = [head(["", "GB", "s", "plain copy, s", "peak, MB", "of which before, MB"])]
-    for extension in FORMATS:
-        command = [sys.executable, "-m", "benchmarks.checkpoints", f"--dir={folder}"]
-        done = subprocess.run(
-            [*command, f"--consolidate={extension}"], stdout=subprocess.PIPE, text=True, check=True
-        )
-        seconds, before, peak = json.loads(done.stdout.splitlines()[-1])
-        full, copies = folder / f"full{extension}", folder / "full"
-        copies.mkdir()
-        start = time.perf_counter()
-        _copy([full], copies, 0)
-        copied = time.perf_counter() - start
-        cells = [f"{full.stat().st_size / 1e9:.2f}", f"{seconds:.1f}", f"{copied:.1f}"]
-        rows.append(line([extension, *cells, *(f"{size / 1e6:.0f}" for size in (peak, before))]))
-        shutil.rmtree(copies)
-        full.unlink()
-    return "\n".join(rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--dir", default="/tmp/xla_fsdp-checkpoints", help="where to write")
     parser.add_argument("--gib", type=float, default=2.0, help="parameters and Adam state, GiB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--consolidate", choices=FORMATS, help=argparse.SUPPRESS)  # in a child
     arguments = parser.parse_args()
-    if arguments.consolidate:
-        return consolidate(Path(arguments.dir), arguments.consolidate)
     import xla_fsdp
 
     try:
@@ -225,7 +176,7 @@ def main() -> None:
         )
         saved = Path(arguments.dir) / SAVED
         size = sum(file.stat().st_size for file in saved.iterdir())
-        print(f"{table(ranks[0], size)}\n\n{consolidations(Path(arguments.dir))}")
+        print(table(ranks[0], size))
     finally:
         shutil.rmtree(arguments.dir, ignore_errors=True)
 

@@ -1,10 +1,8 @@
-"""Compare libtpu's ``estimated_cycles`` with the peaks of a chip:
+"""Print the share of a chip's peak that the compiler's cycles give large matmuls and a sum:
 ``python -m benchmarks.cycles v6e-8 [--option name=value ...]``.
 
-Prints the speed of bfloat16 matmuls as a share of the chip's peak, and of element-wise operations
-on 8192 x 8192 elements as a share of the HBM bandwidth. The operations do not depend on each other;
-all are in one program. No TPU is needed, and nothing is measured on one. ``--option``: a compiler
-option of libtpu, such as ``xla_tpu_scoped_vmem_limit_kib=98304``.
+Matmuls are of bfloat16; the sum is of float32, and its peak is the bandwidth of HBM. No TPU is
+needed.
 """
 
 from __future__ import annotations
@@ -13,13 +11,13 @@ import argparse
 import hashlib
 from collections.abc import Sequence
 
+from xla_fsdp import Report
 from xla_fsdp.planning.foreign import plan_partitioned
-from xla_fsdp.planning.reporting.report import Report
 from xla_fsdp.planning.tracing.traced import PartitionedProgram
 from xla_fsdp.tpu.chips import Chip
 from xla_fsdp.tpu.topology import resolve
 
-from .tables import head, line, require_slices
+from .tables import add_options, head, line, require_slices
 
 # (m, k, n): matmul of (m, k) and (k, n). The last three are of LLaMA 8B and MaxText's 16B.
 MATMULS = (
@@ -31,41 +29,28 @@ MATMULS = (
     (24576, 14336, 4096),
     (12288, 4096, 28672),
 )
-EDGE = 8192
-# Name, dtype, the operation in StableHLO, tensors read and written.
-ELEMENTS = (
-    ("a + b", "f32", "stablehlo.add", 3),
-    ("a + a", "f32", "double", 2),
-    ("a · b, bfloat16", "bf16", "stablehlo.multiply", 3),
-)
+EDGE = 8192  # of the summed matrices
 
 
 def program() -> str:
-    """The StableHLO of all operations, each with separate arguments."""
-    arguments: list[str] = []
-    results: list[tuple[str, str]] = []
-    body: list[str] = []
-
-    def argument(shape: str) -> str:
-        arguments.append(f'%a{len(arguments)}: {shape} {{mhlo.sharding = "{{replicated}}"}}')
-        return f"%a{len(arguments) - 1}"
-
-    for m, k, n in MATMULS:
-        left, right, out = (f"tensor<{a}x{b}xbf16>" for a, b in ((m, k), (k, n), (m, n)))
-        names = f"{argument(left)}, {argument(right)}"
-        results.append((f"%r{len(results)}", out))
-        how = "contracting_dims = [1] x [0]"
-        line = f"{results[-1][0]} = stablehlo.dot_general {names}, {how}"
-        body.append(f"{line} : ({left}, {right}) -> {out}")
-    for _, dtype, what, _ in ELEMENTS:
-        shape = f"tensor<{EDGE}x{EDGE}x{dtype}>"
-        first = argument(shape)
-        second = first if what == "double" else argument(shape)
-        results.append((f"%r{len(results)}", shape))
-        operator = "stablehlo.add" if what == "double" else what
-        body.append(f"{results[-1][0]} = {operator} {first}, {second} : {shape}")
-    names = ", ".join(name for name, _ in results)
-    shapes = ", ".join(shape for _, shape in results)
+    """The StableHLO of all operations, each with two arguments of its own."""
+    operations = [
+        (f"stablehlo.dot_general {{}}, contracting_dims = [1] x [0] : ({left}, {right}) -> {out}",
+         (left, right, out))
+        for left, right, out in (
+            (f"tensor<{m}x{k}xbf16>", f"tensor<{k}x{n}xbf16>", f"tensor<{m}x{n}xbf16>")
+            for m, k, n in MATMULS
+        )
+    ]  # fmt: skip
+    matrix = f"tensor<{EDGE}x{EDGE}xf32>"
+    operations.append((f"stablehlo.add {{}} : {matrix}", (matrix,) * 3))
+    arguments, body = [], []
+    for number, (operation, (left, right, _)) in enumerate(operations):
+        for name, shape in ((f"%a{number}", left), (f"%b{number}", right)):
+            arguments.append(f'{name}: {shape} {{mhlo.sharding = "{{replicated}}"}}')
+        body.append(f"%r{number} = " + operation.format(f"%a{number}, %b{number}"))
+    names = ", ".join(f"%r{number}" for number in range(len(operations)))
+    shapes = ", ".join(out for _, (_, _, out) in operations)
     lines = "\n    ".join([*body, f"return {names} : {shapes}"])
     function = f"func.func @main({', '.join(arguments)}) -> ({shapes})"
     return f"module @step {{\n  {function} {{\n    {lines}\n  }}\n}}\n"
@@ -73,55 +58,44 @@ def program() -> str:
 
 def planned(slice: str, options: dict[str, str]) -> Report:
     text = program().encode()
-    one = PartitionedProgram(
+    operations = PartitionedProgram(
         stablehlo=text,
         fingerprint=hashlib.sha256(text).hexdigest(),
         shardy=False,
         devices=resolve(slice).devices,
-        arguments=tuple(f"argument {n}" for n in range(text.count(b"%a"))),
+        arguments=tuple(f"argument {n}" for n in range(2 * len(MATMULS) + 2)),
         donated={},
         elements=1,
         itemsize=2,
         model_flops=1.0,
     )
-    return plan_partitioned(one, slice, compiler_options=options)
+    return plan_partitioned(operations, slice, compiler_options=options)
 
 
 def shares(report: Report, chip: Chip) -> list[str]:
-    """Shares of the peaks, in the order of :data:`MATMULS` and :data:`ELEMENTS`.
-
-    Operations are identified by their kind and the shape of their results.
-    """
+    """Shares of the peaks, of matmuls and sum, which are found by the shapes of their results."""
     outputs = {b.name: b.shape for b in report.schedule.buffers if b.category == "output"}
-    cycles: dict[tuple[bool, str], list[int]] = {}
-    for op in report.schedule.ops:
-        if op.cycles and op.name in outputs:
-            key = (op.opcode in ("add", "multiply"), outputs[op.name])
-            cycles.setdefault(key, []).append(op.cycles)
-    cells = []
-    for m, k, n in MATMULS:
-        (found,) = cycles[False, f"bf16[{m},{n}]"]
-        cells.append(2 * m * k * n / chip.device_flops / (found / chip.clock_hz))
-    for _, dtype, _, tensors in ELEMENTS:
-        found = max(cycles[True, f"{dtype}[{EDGE},{EDGE}]"])
-        width = 4 if dtype == "f32" else 2
-        moved = tensors * EDGE**2 * width / chip.device_hbm_bandwidth
-        cells.append(moved / (found / chip.clock_hz))
-    return [f"{cell:.0%}" for cell in cells]
+    seconds = {
+        outputs[op.name]: op.cycles / chip.clock_hz
+        for op in report.schedule.ops
+        if op.cycles and op.name in outputs
+    }
+    found = [2 * m * k * n / chip.device_flops / seconds[f"bf16[{m},{n}]"] for m, k, n in MATMULS]
+    moved = 3 * 4 * EDGE**2  # bytes: two matrices read, one written
+    found.append(moved / chip.device_hbm_bandwidth / seconds[f"f32[{EDGE},{EDGE}]"])
+    return [f"{share:.0%}" for share in found]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cycles", description=__doc__)
     parser.add_argument("slice", nargs="+", help="such as v6e-8")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE")
+    add_options(parser)
     flags = parser.parse_args(arguments)
     require_slices(parser, flags.slice)
-    options = dict(option.split("=", 1) for option in flags.option)
-    columns = [f"{m}×{k} · {k}×{n}" for m, k, n in MATMULS] + [name for name, *_ in ELEMENTS]
-    print(head(["", *columns]))
+    print(head(["", *(f"{m}×{k} · {k}×{n}" for m, k, n in MATMULS), "a + b, of HBM"]))
     for name in flags.slice:
         chip = resolve(name).chip
-        print(line([chip.family, *shares(planned(name, options), chip)]), flush=True)
+        print(line([chip.family, *shares(planned(name, dict(flags.option)), chip)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import xla_fsdp
+from xla_fsdp import Report
+from xla_fsdp.tpu.chips import Chip
 from xla_fsdp.tpu.topology import resolve
 
 from .decoder import Decoder, decoder_step
 from .published_runs import MAXTEXT_16B
-from .tables import head, line, require_slices
-
-GIB = 2**30
+from .tables import GIB, Table, add_options, head, line, plan_of, require_slices
 
 _SIZES = {"groups": 8, "vocabulary": 128256, "theta": 500000.0}
 MODELS = {
@@ -38,10 +37,6 @@ WAYS = {
     "kernel": {"kernel": True, "fused": False},
     "kernel, fused cross entropy": {"kernel": True, "fused": True},
 }
-COLUMNS = (
-    "step, ms (model)", "MFU, %", "with all of attention", "exposed collectives, ms",
-    "tokens/s a device", "copies, ms",
-)  # fmt: skip
 _COPIES = ("copy", "transpose", "reshape")
 
 
@@ -57,11 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         "in models of transformers")  # fmt: skip
     parser.add_argument("--prefetch", action="store_true", help="scan_blocks(prefetch=True)")
     parser.add_argument("--offload", action="store_true", help="scan_blocks(offload=True)")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE",
-                        help="a compiler option")  # fmt: skip
+    add_options(parser)
     parser.add_argument("--compiler", help="as in xla_fsdp.plan: a version of libtpu, ...")
     flags = parser.parse_args(arguments)
-    require_slices(parser, [flags.slice])
+    require_slices(parser, [flags.slice], [flags.compiler])
     sizes = replace(
         MODELS[flags.model],
         batch=flags.batch or MODELS[flags.model].batch,
@@ -70,34 +64,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
         offload=flags.offload,
         by_heads=flags.by_heads,
     )
-    options = dict(option.split("=", 1) for option in flags.option)
-    print(head(["", *COLUMNS, "HBM, GiB", "fits"]))
-    for way in flags.way or WAYS:
-        step = decoder_step(replace(sizes, **WAYS[way]))
-        try:
-            report = xla_fsdp.plan(
-                step, flags.slice, ranks=[0], title=way, compiler_options=options,
-                compiler=flags.compiler,
-            )  # fmt: skip
-        except xla_fsdp.UnusableCompilerError as error:
-            parser.exit(2, f"{parser.prog}: {error}\n")
-        figures = ["unknown"] * len(COLUMNS)
-        if report.timed:
-            figures = [f"{value:,.1f}" for value in timed(report, sizes)]
-        memory = f"{report.memory.required / GIB:,.1f}"
-        print(line([way, *figures, memory, "yes" if report.fits else "no"]), flush=True)
+    plans = {
+        way: plan_of(
+            decoder_step(replace(sizes, **options)), ranks=[0], title=way,
+            compiler_options=dict(flags.option),
+        )
+        for way, options in WAYS.items()
+    }  # fmt: skip
+    table = Table((flags.slice,), plans, figures_of(sizes, resolve(flags.slice).chip))
+    print(head(["", *table.figures]))
+    for _, way, report in table.reports(names=flags.way or (), compilers=[flags.compiler]):
+        print(line([way, *table.cells(report)]), flush=True)
 
 
-def timed(report: xla_fsdp.Report, sizes: Decoder) -> Iterator[float]:
-    """The figures of :data:`COLUMNS`."""
-    timing, chip = report.timing, resolve(report.topology).chip
-    yield 1e3 * timing.step
-    yield 100 * timing.mfu
-    yield 100 * sizes.flops() / timing.step / chip.device_flops
-    yield 1e3 * timing.exposed
-    yield sizes.tokens / timing.step
-    copied = sum(o.cycles * o.times for o in report.schedule.ops if o.opcode in _COPIES)
-    yield 1e3 * copied / chip.clock_hz
+def figures_of(sizes: Decoder, chip: Chip) -> dict[str, Callable[[Report], str]]:
+    """The columns: figures of time, which are unknown for plans that do not fit, and of memory."""
+
+    def copies(report: Report) -> float:
+        copied = (op for op in report.schedule.ops if op.opcode in _COPIES)
+        return 1e3 * sum(op.cycles * op.times for op in copied) / chip.clock_hz
+
+    times: dict[str, Callable[[Report], float]] = {
+        "step, ms (model)": lambda r: 1e3 * r.timing.step,
+        "MFU, %": lambda r: 100 * r.timing.mfu,
+        "with all of attention": lambda r: 100 * sizes.flops() / r.timing.step / chip.device_flops,
+        "exposed collectives, ms": lambda r: 1e3 * r.timing.exposed,
+        "tokens/s a device": lambda r: sizes.tokens / r.timing.step,
+        "copies, ms": copies,
+    }
+
+    def shown(figure: Callable[[Report], float]) -> Callable[[Report], str]:
+        return lambda report: f"{figure(report):,.1f}" if report.timed else "unknown"
+
+    return {
+        **{label: shown(figure) for label, figure in times.items()},
+        "HBM, GiB": lambda r: f"{r.memory.required / GIB:,.1f}",
+        "fits": lambda r: "yes" if r.fits else "no",
+    }
 
 
 if __name__ == "__main__":

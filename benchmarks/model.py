@@ -95,3 +95,13 @@ class LowRankLinear(nn.Module):
 
     def forward(self, x):
         return self.linear(x) + self.widen(self.narrow(x))
+
+
+class LowRankBlock(Block):
+    """A frozen block with adapters of rank 16 beside its four linear layers."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.requires_grad_(False)
+        for layer in ("qkv", "out", "up", "down"):
+            setattr(self, layer, LowRankLinear(getattr(self, layer), 16))

@@ -3,9 +3,9 @@
 Plans workload S for several slices, sharded in four ways: this wrapper, the class of torch_xla,
 torch_xla's SPMD variant ("FSDPv2"), and plain JAX, with jit's default compiler options or with
 MaxText's. There are tables for parameters gathered twice (ZeRO-3), for parameters kept for the
-backward (ZeRO-2), for rematerialised blocks, for blocks in one loop, and for adapters of rank 16
-beside frozen layers (LoRA). No TPU is needed. A compilation takes half a minute to three minutes on
-two cores; results are cached. Tables and pictures are written to ``benchmarks/results``.
+backward (ZeRO-2), for rematerialised blocks, and for blocks in one loop. No TPU is needed. A
+compilation takes half a minute to three minutes on two cores; results are cached. Tables and
+pictures are written to ``benchmarks/results``.
 
 ``--compiler VERSION`` chooses the TPU compiler. Given twice, each row is planned by both, and the
 figures in which they differ by more than 3 % are listed. ``--table compilers`` has our plans of
@@ -16,9 +16,9 @@ workload S, ViT-L/16 and GPT-2 medium, for such a comparison. ``--table routes``
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,60 +26,30 @@ from torch import nn
 
 import xla_fsdp
 from xla_fsdp import Report
-from xla_fsdp.plan_compiler import find_compiler
 from xla_fsdp.tpu.topology import resolve
 
 from .decoder import Decoder, decoder_step
-from .model import Block, adamw_step
+from .model import Block, BlockOfParts, LowRankBlock, adamw_step
 from .peers import JAX, SPMD, maxtext_options, plan_peer
 from .peers.sizes import AGAIN, KEPT, REMATERIALISED, SCANNED
-from .tables import cycles, head, line, require_slices
+from .tables import MB, MIB, Plan, Table, by_compiler, cycles, head, line, plan_of, require_slices
 from .workload_s import IN_TREE, OURS, scanned_step, step_of
 
 RESULTS = Path(__file__).parent / "results"
 SLICES = (
     "v3-8", "v3-128", "v4-128", "v5litepod-8", "v5litepod-64", "v5litepod-256", "v5p-128", "v6e-8",
 )  # fmt: skip
+# Those of v5e and v6e on which collective_routes="auto" is not "default".
+ROUTED = (
+    "v5litepod-16", "v5litepod-64", "v5litepod-128", "v5litepod-256", "v6e-16", "v6e-64",
+    "v6e-128", "v6e-256",
+)  # fmt: skip
 TUNED = "JAX, MaxText's options"
 DEFAULT_ROUTES = "ours, default routes"
 SEPARATE = "ours, separate q, k, v"  # weights of queries, keys and values, as in JAX's row
 VIT, GPT = "ViT-L/16", "GPT-2 medium"
 GPT_SIZES = Decoder(24, 1024, 16, 64, 4096, 50304, length=1024, batch=8, gpt=True)
-
-
-@dataclass(frozen=True)
-class Table:
-    """The slices and names of a table, and what is saved for the backward (``peers/sizes.py``)."""
-
-    slices: tuple[str, ...]
-    names: tuple[str, ...]
-    way: str = AGAIN
-
-
-PLAIN, LORA, COMPILERS, ROUTES = "plain", "LoRA", "compilers", "routes"
-LORA_RANK = 16
-TABLES = {
-    PLAIN: Table(SLICES, (OURS, SEPARATE, IN_TREE, SPMD, JAX)),
-    "rematerialised": Table(SLICES, (OURS, SEPARATE, IN_TREE, JAX), REMATERIALISED),
-    "one loop": Table(SLICES, (OURS, JAX, TUNED), SCANNED),
-    "ZeRO-2": Table(SLICES, (OURS, SEPARATE, IN_TREE, JAX, TUNED), KEPT),
-    LORA: Table(("v3-8", "v5litepod-8", "v6e-8"), (OURS, IN_TREE)),
-    ROUTES: Table(
-        (
-            "v5litepod-16",
-            "v5litepod-64",
-            "v5litepod-128",
-            "v5litepod-256",
-            "v6e-16",
-            "v6e-64",
-            "v6e-128",
-            "v6e-256",
-        ),  # fmt: skip
-        (OURS, DEFAULT_ROUTES),
-    ),
-    COMPILERS: Table(("v3-8", "v5litepod-8", "v5litepod-64", "v6e-8"), (OURS, VIT, GPT)),
-}
-MB, MIB = 1e6, 2**20
+LORA = "LoRA"
 LARGE = 0.03  # of two compilers' figures
 NOTE = (
     "sent: bytes a device sends in a step; bound: two all-gathers and one reduce-scatter of every "
@@ -116,40 +86,46 @@ def _synchronous(report: Report) -> int:
     return sum(c.times for c in report.schedule.collectives if not c.asynchronous)
 
 
-def plan_one(name: str, where: str, table: Table, compiler: str | None = None) -> Report:
-    """Plan workload S, sharded by ``name``, on a slice.
+def _figure(get: Callable[[Report], float], decimals: int, report: Report) -> str:
+    return f"{get(report):,.{decimals}f}"
+
+
+def plans_of(names: Sequence[str], way: str) -> dict[str, Plan]:
+    """Plans of workload S by name; ``way``: what is saved for the backward (``peers/sizes.py``).
 
     Each is compiled with the options that its users have on a TPU host: those of torch_xla for all
     but JAX, and in addition those of ``xla_fsdp.launch`` for ours. The SPMD variant is the same in
     all tables: there, the compiler decides what is saved for the backward.
-
-    ``name`` may also be another model that is sharded by this package: ``VIT`` or ``GPT``.
     """
-    how: dict = {"title": f"workload S, {name}", "compiler": compiler}
-    if name in (VIT, GPT):
-        kernel = resolve(where).chip.attention_kernel
-        step = vit_step if name == VIT else decoder_step(replace(GPT_SIZES, kernel=kernel))
-        return xla_fsdp.plan(step, where, **{**how, "title": name})
-    if name == SPMD:
-        return plan_peer(SPMD, where, launcher="torch_xla", **how)
-    if name in (JAX, TUNED):
-        how["launcher"] = "other"
-        options = maxtext_options(resolve(where).chip.family) if name == TUNED else None
-        return plan_peer(JAX, where, way=table.way, compiler_options=options, **how)
-    if table.way == SCANNED:
-        return xla_fsdp.plan(scanned_step(), where, **how)
-    wrapper = IN_TREE if name == IN_TREE else OURS
-    options = {"collective_routes": "default"} if name == DEFAULT_ROUTES else {}
-    how["launcher"] = "torch_xla" if name == IN_TREE else "xla_fsdp"
-    step = step_of(
-        wrapper,
-        checkpoint=table.way == REMATERIALISED,
-        reshard_after_forward=table.way != KEPT,
-        parts=name == SEPARATE,
-        lora_rank=LORA_RANK if table is TABLES[LORA] else 0,
-        **options,
-    )
-    return xla_fsdp.plan(step, where, **how)
+    step = partial(step_of, checkpoint=way == REMATERIALISED, reshard_after_forward=way != KEPT)
+    if way == LORA:
+        step = partial(step, kind=LowRankBlock)
+    ours = scanned_step() if way == SCANNED else step(OURS)
+    title = "workload S, {}".format
+    plans: dict[str, Plan] = {
+        OURS: plan_of(ours, title=title(OURS)),
+        SEPARATE: plan_of(step(OURS, kind=BlockOfParts), title=title(SEPARATE)),
+        DEFAULT_ROUTES: plan_of(
+            step(OURS, collective_routes="default"), title=title(DEFAULT_ROUTES)
+        ),
+        IN_TREE: plan_of(step(IN_TREE), title=title(IN_TREE), launcher="torch_xla"),
+        SPMD: partial(plan_peer, SPMD, launcher="torch_xla", title=title(SPMD)),
+        JAX: partial(plan_peer, JAX, way=way, launcher="other", title=title(JAX)),
+        TUNED: partial(_plan_tuned, way=way, title=title(TUNED)),
+        VIT: plan_of(vit_step, title=VIT),
+        GPT: _plan_gpt,
+    }
+    return {name: plans[name] for name in names}
+
+
+def _plan_tuned(where: str, **options) -> Report:
+    tuned = maxtext_options(resolve(where).chip.family)
+    return plan_peer(JAX, where, launcher="other", compiler_options=tuned, **options)
+
+
+def _plan_gpt(where: str, compiler: str | None = None) -> Report:
+    sizes = replace(GPT_SIZES, kernel=resolve(where).chip.attention_kernel)
+    return xla_fsdp.plan(decoder_step(sizes), where, title=GPT, compiler=compiler)
 
 
 def vit_step() -> torch.Tensor:
@@ -169,13 +145,29 @@ def vit_step() -> torch.Tensor:
     return adamw_step(model, loss)
 
 
+def _table(slices: tuple[str, ...], names: tuple[str, ...], way: str = AGAIN) -> Table:
+    figures = {label: partial(_figure, get, decimals) for label, get, decimals in FIGURES}
+    return Table(slices, plans_of(names, way), figures)
+
+
+PLAIN, COMPILERS, ROUTES = "plain", "compilers", "routes"
+TABLES = {
+    PLAIN: _table(SLICES, (OURS, SEPARATE, IN_TREE, SPMD, JAX)),
+    "rematerialised": _table(SLICES, (OURS, SEPARATE, IN_TREE, JAX), REMATERIALISED),
+    "one loop": _table(SLICES, (OURS, JAX, TUNED), SCANNED),
+    "ZeRO-2": _table(SLICES, (OURS, SEPARATE, IN_TREE, JAX, TUNED), KEPT),
+    LORA: _table(("v3-8", "v5litepod-8", "v6e-8"), (OURS, IN_TREE), LORA),
+    ROUTES: _table(ROUTED, (OURS, DEFAULT_ROUTES)),
+    COMPILERS: _table(("v3-8", "v5litepod-8", "v5litepod-64", "v6e-8"), (OURS, VIT, GPT)),
+}
+
+
 def markdown(reports: Reports) -> str:
     """A table with a row for each slice and name, and a column for each figure."""
     lines = [head(["slice", "", *(label for label, *_ in FIGURES)], names=2)]
     for where, by_name in reports.items():
         for name, report in by_name.items():
-            cells = [f"{get(report):,.{decimals}f}" for _, get, decimals in FIGURES]
-            lines.append(line([where, name, *cells]))
+            lines.append(line([where, name, *TABLES[PLAIN].cells(report)]))
     return "\n".join(lines)
 
 
@@ -206,11 +198,6 @@ def differences(reports: Reports, names: Sequence[str], compilers: Sequence[str]
     return "\n".join(lines)
 
 
-def by_compiler(name: str, compiler: str | None) -> str:
-    """The name of a row if rows are planned by several compilers."""
-    return f"{name}, {compiler}" if compiler else name
-
-
 def stem(kind: str) -> str:
     """The beginning of the file names of a table's pictures."""
     return "planned-S" if kind == PLAIN else f"planned-S-{kind.replace(' ', '-')}"
@@ -218,35 +205,29 @@ def stem(kind: str) -> str:
 
 def plan_table(
     kind: str,
-    slices: Sequence[str] | None,
-    names: Sequence[str] | None,
+    slices: Sequence[str],
+    names: Sequence[str],
     out: Path,
     compilers: Sequence[str] = (),
 ) -> Reports:
-    """Plan a table, or some slices and names of it; plot ours to ``out``.
+    """Plans a table, or some slices and names of it; plots ours to ``out``.
 
     ``compilers``: versions of libtpu; default: that of plans. With several, a row for each.
     """
-    table = TABLES[kind]
     reports: Reports = {}
-    for where in slices or table.slices:
-        for name in (name for name in table.names if name in (names or table.names)):
-            for compiler in compilers or (None,):
-                row = by_compiler(name, compiler if len(compilers) > 1 else None)
-                print(f"{row}, {kind}, on {where}", file=sys.stderr)
-                report = plan_one(name, where, table, compiler)
-                reports.setdefault(where, {})[row] = report
-                if name == OURS and len(compilers) < 2:
-                    report.plot(out / f"{stem(kind)}-{where}.png")
+    for where, row, report in TABLES[kind].reports(slices, names, compilers or (None,)):
+        reports.setdefault(where, {})[row] = report
+        if row == OURS:
+            report.plot(out / f"{stem(kind)}-{where}.png")
     return reports
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__)
     parser.add_argument("slices", nargs="*", help="default: all slices of each table")
-    every = sorted({name for table in TABLES.values() for name in table.names})
+    every = sorted({name for table in TABLES.values() for name in table.plans})
     parser.add_argument(
-        "--only", action="append", choices=every, help="plan only this (repeatable)"
+        "--only", action="append", choices=every, default=[], help="plan only this (repeatable)"
     )
     usual = [kind for kind in TABLES if kind not in (COMPILERS, ROUTES)]
     parser.add_argument(
@@ -258,26 +239,19 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for tables and pictures")
     flags = parser.parse_args()
-    require_slices(parser, flags.slices)
     if len(flags.compiler) > 2:
         parser.error("--compiler can be given at most twice")
+    require_slices(parser, flags.slices, flags.compiler)
     flags.out.mkdir(parents=True, exist_ok=True)
-    try:
-        for compiler in flags.compiler:
-            find_compiler(compiler)
-        tables = {
-            kind: plan_table(kind, flags.slices, flags.only, flags.out, flags.compiler)
-            for kind in flags.table or usual
-        }
-    except xla_fsdp.UnusableCompilerError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+    tables = {
+        kind: plan_table(kind, flags.slices, flags.only, flags.out, flags.compiler)
+        for kind in flags.table or usual
+    }
     text, name = page(tables), "planned-S"
     if len(flags.compiler) == 2:
         parts = [differences(table, every, flags.compiler) for table in tables.values()]
-        text, name = (
-            "\n\n".join([text, f"Different by more than {LARGE:.0%}:", *parts]),
-            "compilers",
-        )
+        text = "\n\n".join([text, f"Different by more than {LARGE:.0%}:", *parts])
+        name = "compilers"
     (flags.out / f"{name}.md").write_text(text + "\n")
     print(text)
 

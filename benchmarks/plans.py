@@ -8,35 +8,19 @@ is needed. A compilation takes half a minute to a few minutes; results are cache
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import xla_fsdp
 from xla_fsdp import Report, ShardingStrategy, checkpoint_module, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.comm_hooks import bf16_compress_hook
 
 from .model import Block
-from .tables import cycles, head, line, require_slices
+from .tables import GIB, MB, MIB, Table, cycles, head, line, plan_of, require_slices
 from .workload_s import OURS, scanned_step, step_of
-
-MB, MIB, GIB = 1e6, 2**20, 2**30
-
-
-@dataclass(frozen=True)
-class Table:
-    """The steps to compare on ``slice``, by name, and the figures of their reports, by label."""
-
-    slice: str
-    steps: dict[str, Callable[[], object]]
-    figures: dict[str, Callable[[Report], str]]
-    options: dict[str, object] = field(default_factory=dict)  # of xla_fsdp.plan
 
 
 class Residual(nn.Module):
@@ -91,12 +75,12 @@ def number_across(report: Report) -> int:
 
 TABLES = {
     "depth": Table(
-        "v3-8",
+        ("v3-8",),
         {
-            "4 singly": step_of(OURS, checkpoint=True, blocks=4),
-            "32 singly": step_of(OURS, checkpoint=True, blocks=32),
-            "4 scanned": scanned_step(4, kind=Block),
-            "32 scanned": scanned_step(32, kind=Block),
+            "4 singly": plan_of(step_of(OURS, checkpoint=True, blocks=4)),
+            "32 singly": plan_of(step_of(OURS, checkpoint=True, blocks=32)),
+            "4 scanned": plan_of(scanned_step(4, kind=Block)),
+            "32 scanned": plan_of(scanned_step(32, kind=Block)),
         },
         {
             "compile time, s": lambda r: f"{r.compile_seconds:.0f}",
@@ -110,15 +94,14 @@ TABLES = {
             "compute, million cycles": lambda r: f"{cycles(r) / 1e6:,.1f}",
             "step time, ms (model)": lambda r: f"{1e3 * r.timing.step:,.1f}",
         },
-        {"ranks": [0, 1, 7]},
     ),
     "offload": Table(
-        "v5litepod-8",
+        ("v5litepod-8",),
         {
-            "singly": partial(offloaded_step, scanned=False, offload=False),
-            "singly, offload": partial(offloaded_step, scanned=False, offload=True),
-            "scanned": partial(offloaded_step, scanned=True, offload=False),
-            "scanned, offload": partial(offloaded_step, scanned=True, offload=True),
+            "singly": plan_of(partial(offloaded_step, scanned=False, offload=False)),
+            "singly, offload": plan_of(partial(offloaded_step, scanned=False, offload=True)),
+            "scanned": plan_of(partial(offloaded_step, scanned=True, offload=False)),
+            "scanned, offload": plan_of(partial(offloaded_step, scanned=True, offload=True)),
         },
         {
             "fits": lambda r: "yes" if r.fits else "no",
@@ -128,14 +111,15 @@ TABLES = {
             "copied back, GB a step": lambda r: f"{r.schedule.to_device / 1e9:.2f}",
             "compute, ms (model)": lambda r: f"{1e3 * r.timing.compute:.1f}" if r.timed else "-",
         },
-        {"ranks": [0]},
     ),
     "slices": Table(
-        "2xv5litepod-8",
+        ("2xv5litepod-8",),
         {
-            "the default": step_of(OURS),
-            "the default, replicas in bfloat16": step_of(OURS, prepare=narrow_replicas),
-            "FULL_SHARD over all": step_of(OURS, sharding_strategy=ShardingStrategy.FULL_SHARD),
+            "the default": plan_of(step_of(OURS)),
+            "the default, replicas in bfloat16": plan_of(step_of(OURS, prepare=narrow_replicas)),
+            "FULL_SHARD over all": plan_of(
+                step_of(OURS, sharding_strategy=ShardingStrategy.FULL_SHARD)
+            ),
         },
         {
             "within slices, MB": lambda r: f"{sent(r, False):.1f}",
@@ -158,12 +142,9 @@ def main() -> None:
     parser.add_argument("slice", nargs="?", help="default: that of the table in docs/")
     arguments = parser.parse_args()
     table = TABLES[arguments.table]
-    where = arguments.slice or table.slice
-    require_slices(parser, [where])
-    columns = {}
-    for name, step in table.steps.items():
-        print(f"{name} on {where}", file=sys.stderr)
-        columns[name] = xla_fsdp.plan(step, where, title=name, **table.options)
+    slices = [arguments.slice or table.slices[0]]
+    require_slices(parser, slices)
+    columns = {name: report for _, name, report in table.reports(slices)}
     print(head(["", *columns]))
     for label, figure in table.figures.items():
         print(line([label, *map(figure, columns.values())]))

@@ -1,9 +1,9 @@
 """Costs that grow with the number of ranks: ``python -m benchmarks.scale``.
 
-Simulated ranks, without devices: plain functions that write and read real checkpoints through a
-store that counts its requests, exchange the data of real barriers, and choose routes over real
-slices. A simulated model of ``--parameters`` parameters is cut as the wrapper cuts it. Prints a
-table: a column for each number of ranks, and the power of it that each row grows with.
+Simulated ranks: plain functions, without devices, that write and read real checkpoints through a
+store that counts its requests, and read the payloads of a real barrier. A simulated model of
+``--parameters`` parameters is cut as the wrapper cuts it. Prints a table: a column for each number
+of ranks, and the power of it that each row grows with.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 import tempfile
 import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,7 @@ import torch
 from .tables import head, line
 
 RANKS = (64, 256, 1024, 4096)
-ROWS, HOSTS_HAVE, SLICES = 16, 4, {64: "v4:4x4x4", 256: "v4:4x8x8", 1024: "v4:8x8x16",
-                                   4096: "v4:16x16x16"}  # fmt: skip
+ROWS = 16
 
 
 @dataclass
@@ -59,8 +56,8 @@ class Counted:
         return sum(self.requests.values())
 
 
-def contents(rank: int, world: int, parameters: int, halves: bool = False):
-    """What ``rank`` saves of the fake model. ``halves``: of two replicas, only the first writes."""
+def contents(rank: int, world: int, parameters: int):
+    """What ``rank`` saves of the simulated model."""
     from xla_fsdp.checkpoint.contents import Contents
     from xla_fsdp.consolidate.format.manifest import (
         Group,
@@ -74,10 +71,9 @@ def contents(rank: int, world: int, parameters: int, halves: bool = False):
     )  # fmt: skip
     from xla_fsdp.consolidate.format.rank_file import FileTensor
 
-    cut = world // 2 if halves else world
     names = [f"blocks.{number}.weight" for number in range(parameters)]
     shape = (ROWS * 4096,)
-    chunk = shape[0] // cut
+    chunk = shape[0] // world
     rule = ShardingRule(0, 1, chunk, 0)
     manifest = Manifest(
         save_id="0" * 16,
@@ -95,29 +91,25 @@ def contents(rank: int, world: int, parameters: int, halves: bool = False):
     )
     value = torch.zeros(chunk)
     keys = [key for n in names for key in (parameter_key(n), state_key("exp_avg", n))]
-    writes = rank < cut
     items = [
-        FileTensor(key, value.dtype, (chunk,), lambda low, high: value[low:high])
-        for key in keys
-        if writes
+        FileTensor(key, value.dtype, (chunk,), lambda low, high: value[low:high]) for key in keys
     ]
-    begins = {name: rank * chunk for name in names if writes}
-    return Contents(manifest, items, begins)
+    return Contents(manifest, items, dict.fromkeys(names, rank * chunk))
 
 
-def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tuple[str, dict]:
-    """A checkpoint by ``world`` stand-in ranks, and what it took."""
+def saved(root: Path, world: int, parameters: int) -> tuple[str, dict]:
+    """A checkpoint by ``world`` simulated ranks, and what it took."""
     from xla_fsdp.checkpoint import saving
     from xla_fsdp.consolidate.format.folders import CheckpointFolder
     from xla_fsdp.consolidate.format.store import open_store
 
     inner, folder = open_store(str(root))
     store = Counted(inner)
-    save_id, version = saving._start_save(store, folder, 1)
+    save_id, version = saving._prepare(store, folder, 1)
     place = CheckpointFolder(1, version)
     records, one, first = [], 0, None
     for rank in range(world):
-        own = contents(rank, world, parameters, halves)
+        own = contents(rank, world, parameters)
         own = replace(own, manifest=replace(own.manifest, save_id=save_id))
         incomplete = saving.IncompleteSave(
             store=store, root=folder, path=folder, place=place, contents=own, rank=rank,
@@ -129,37 +121,20 @@ def saved(root: Path, world: int, parameters: int, halves: bool = False) -> tupl
     before, began = store.total, time.perf_counter()
     path = first.commit(records)
     completing, seconds = store.total - before, time.perf_counter() - began
-    # The exchange of the records, as each rank has it to send and to read.
+    # The records as the ranks exchange them: each padded to the longest.
     payloads = [json.dumps([rank, [each, None]]).encode() for rank, each in enumerate(records)]
     length = 1 << max(8, (max(map(len, payloads)) - 1).bit_length())
-    padded = [payload.ljust(length) for payload in payloads]
     return path, {
         "save: requests of a rank": one,
         "save: requests of rank 0 to complete it": completing,
         "save: seconds of rank 0 to complete it (local disk)": seconds,
         "manifest: bytes": Path(path, "manifest.json").stat().st_size,
         "barrier with data: bytes that a rank receives": length * len(records),
-        "barrier with data: seconds of a rank to read them": best(
-            lambda: list(map(json.loads, padded))
-        ),
     }
 
 
-def best(work: Callable) -> float:
-    """Seconds of ``work``; the least of three times."""
-    found = []
-    for _ in range(3):
-        began = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - began)
-    return min(found)
-
-
-def read(path: str, ranks: int, stated: bool = True) -> tuple[Counted, int, float]:
-    """Load the part of one of ``ranks``; return requests, peak memory and seconds.
-
-    ``stated``: by the rule in the manifest, not by all headers.
-    """
+def loads(path: str, ranks: int) -> dict:
+    """Costs of a load of one of ``ranks``."""
     from xla_fsdp.consolidate.format.local import LocalStore
     from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 
@@ -167,8 +142,6 @@ def read(path: str, ranks: int, stated: bool = True) -> tuple[Counted, int, floa
     tracemalloc.start()
     began = time.perf_counter()
     checkpoint = ShardedCheckpoint(path, store)
-    if not stated:
-        checkpoint.manifest = replace(checkpoint.manifest, sharding_rules=None)
     for name, tensor in checkpoint.manifest.parameters.items():
         begin, end = (tensor.numel * rank // ranks for rank in (ranks // 2, ranks // 2 + 1))
         checkpoint.read(name, begin, end)
@@ -176,20 +149,11 @@ def read(path: str, ranks: int, stated: bool = True) -> tuple[Counted, int, floa
     seconds = time.perf_counter() - began
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return store, peak, seconds
-
-
-def loads(path: str, ranks: int) -> dict:
-    """Costs of a load, by the rule in the manifest and by all headers."""
-    by_rule, peak, seconds = read(path, ranks)
-    by_headers, peak_by_headers, _ = read(path, ranks, stated=False)
     return {
-        "load on half: requests of a rank": by_rule.total,
-        "load on half: bytes that a rank reads": by_rule.bytes,
+        "load on half: requests of a rank": store.total,
+        "load on half: bytes that a rank reads": store.bytes,
         "load on half: peak host memory of a rank, bytes": peak,
         "load on half: seconds of a rank (local disk)": seconds,
-        "the same without the rule: requests of a rank": by_headers.total,
-        "the same without the rule: peak host memory, bytes": peak_by_headers,
     }
 
 
@@ -210,42 +174,10 @@ def consolidating(path: str) -> dict:
     }
 
 
-def launching(world: int) -> dict:
-    """What a rank has to know of all others before its first step."""
-    from xla_fsdp.checkpoint.tiers.checkpointer import choose_save
-    from xla_fsdp.collectives.routes import attributes_of, routes_for
-    from xla_fsdp.tpu.topology import resolve
-
-    slice = resolve(SLICES[world])
-    attributes = attributes_of(slice)
-    assert routes_for(slice.chip.device_kind, attributes) is not None
-    hosts = world // HOSTS_HAVE
-    listed = []
-    for host in range(hosts):
-        here = range(HOSTS_HAVE * host, HOSTS_HAVE * (host + 1))
-        before = range(HOSTS_HAVE * host - HOSTS_HAVE, HOSTS_HAVE * host)
-        ranks = [rank % world for rank in (*before, *here)]
-        listed.append([(step, f"{step:016x}", world, ranks) for step in (10, 20)])
-    assert choose_save(listed).save.step == 20
-    return {
-        "launch: seconds of wrapping a unit that the slice takes": best(
-            lambda: routes_for(slice.chip.device_kind, attributes)
-        ),
-        "fast tier: seconds to choose a step": best(lambda: choose_save(listed)),
-        "fast tier: bytes that list the files of a host": len(json.dumps(listed[0])),
-    }
-
-
 def measure(world: int, parameters: int, folder: Path) -> dict:
     """All rows, for ``world`` ranks."""
-    path, found = saved(folder / "all", world, parameters)
-    found |= loads(path, world // 2) | consolidating(path)
-    shutil.rmtree(folder / "all")
-    # An HSDP replica loads what another replica wrote, on as many ranks.
-    path, _ = saved(folder / "halves", world, parameters, halves=True)
-    found["HSDP: requests of a replica that wrote nothing"] = read(path, world // 2)[0].total
-    shutil.rmtree(folder / "halves")
-    return found | launching(world)
+    path, found = saved(folder / str(world), world, parameters)
+    return found | loads(path, world // 2) | consolidating(path)
 
 
 def table(found: dict[int, dict]) -> str:

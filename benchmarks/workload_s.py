@@ -14,7 +14,7 @@ from torch import nn
 
 import xla_fsdp
 
-from .model import Block, BlockOfParts, LowRankLinear, adamw_step
+from .model import Block, BlockOfParts, LowRankBlock, adamw_step
 
 OURS, IN_TREE = "ours", "in-tree"
 
@@ -31,6 +31,8 @@ class Network(nn.Module):
         self.first = nn.Linear(width, width)
         self.blocks = nn.Sequential(*[wrap(kind(width, 16, causal=False)) for _ in range(blocks)])
         self.last = nn.Linear(width, width)
+        for end in (self.first, self.last):
+            end.requires_grad_(kind is not LowRankBlock)
 
     def forward(self, x):
         return self.last(self.blocks(self.first(x)))
@@ -48,36 +50,23 @@ def train(model: nn.Module, batch: int = 32) -> torch.Tensor:
 def step_of(
     name: str,
     checkpoint: bool = False,
-    reshard_after_forward: bool = True,
     blocks: int = 4,
     prepare: Callable[[Any], object] | None = None,
-    parts: bool = False,
-    lora_rank: int = 0,
+    kind: type[Block] = Block,
     **options: Any,
 ) -> Callable[[], torch.Tensor]:
     """A function that builds workload S, wrapped by class ``name``, and trains a step.
 
-    ``prepare``: called with the wrapped model. ``parts``: compute queries, keys and values with
-    parts of the weight, as the JAX version does. ``lora_rank``: train only adapters of this rank
-    beside the four linear layers of each block. ``options``: other options of the class.
+    ``prepare``: called with the wrapped model. ``options``: other options of the class.
     """
 
     def step() -> torch.Tensor:
         fsdp, checkpoint_module = classes_of(name)
 
         def wrap(module: nn.Module) -> nn.Module:
-            return fsdp(
-                module,
-                compute_dtype=torch.bfloat16,
-                reshard_after_forward=reshard_after_forward,
-                **options,
-            )
+            return fsdp(module, compute_dtype=torch.bfloat16, **options)
 
         def wrap_block(block: nn.Module) -> nn.Module:
-            if lora_rank:
-                block.requires_grad_(False)
-                for layer in ("qkv", "out", "up", "down"):
-                    setattr(block, layer, LowRankLinear(getattr(block, layer), lora_rank))
             if not checkpoint:
                 return wrap(block)
             # Each class in the order that its documentation recommends.
@@ -85,11 +74,7 @@ def step_of(
                 return wrap(checkpoint_module(block))
             return checkpoint_module(wrap(block))
 
-        network = Network(wrap_block, blocks, kind=BlockOfParts if parts else Block)
-        if lora_rank:
-            for end in (network.first, network.last):
-                end.requires_grad_(False)
-        model = wrap(network)
+        model = wrap(Network(wrap_block, blocks, kind=kind))
         if prepare is not None:
             prepare(model)
         return train(model)

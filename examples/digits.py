@@ -49,10 +49,10 @@ def prepare(datadir: str) -> None:
         with contextlib.redirect_stdout(chatter), contextlib.redirect_stderr(chatter):
             MNIST(datadir, download=True)
     except Exception as error:
-        place = os.path.join(datadir, "MNIST", "raw")
         raise Stop(
             f"no MNIST in --datadir={datadir} and it cannot be downloaded; expected "
-            f"{', '.join(MNIST_FILES)} in {place} ({_reason(error)})",
+            f"{', '.join(MNIST_FILES)} in {os.path.join(datadir, 'MNIST', 'raw')} "
+            f"({to_one_line(error, 200)})",
             code=2,
         ) from error
 
@@ -69,9 +69,17 @@ def load(train: bool, datadir: str | None = None, fake: bool = False) -> Images:
 
         try:
             mnist = MNIST(datadir, train=train)
-            _check(mnist.data, mnist.targets)
         except Exception as error:  # torchvision raises many kinds
-            raise Stop(f"no MNIST in --datadir={datadir}: {_reason(error)}", code=2) from error
+            raise Stop(
+                f"no MNIST in --datadir={datadir}, or a file is damaged: {type(error).__name__} "
+                f"{to_one_line(error)}",
+                code=2,
+            ) from error
+        count = len(mnist.targets)
+        if not count or mnist.data.shape != (count, 28, 28) or mnist.targets.max() > 9:
+            raise Stop(
+                f"--datadir={datadir} must have a label from 0 to 9 for each 28 x 28 image", code=2
+            )
         return Images(mnist.data, mnist.targets)
     _, images, labels = bundled_digits("train" if train else "val", 28)
     return Images((images.squeeze(1) * 255).round().to(torch.uint8), labels)
@@ -120,21 +128,6 @@ def write(folder: str) -> str:
     except OSError as error:
         raise Stop(f"the digits cannot be written to {folder}: {error.strerror}", 2) from error
     return folder
-
-
-def _check(images: torch.Tensor, labels: torch.Tensor) -> None:
-    if images.shape != (len(labels), 28, 28):
-        shape = " x ".join(map(str, images.shape))
-        raise ValueError(f"{shape} images and {len(labels)} labels; expected N x 28 x 28 and N")
-    if not len(labels) or labels.max() > 9:
-        raise ValueError("expected labels from 0 to 9")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, (AssertionError, KeyError)):  # these have no useful message
-        return "a file is not in the format of MNIST"
-    # The message of a failed download has several lines.
-    return to_one_line(error, 200)
 
 
 def _is_filled(folder: str) -> bool:

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import sys
-from functools import partial
 from typing import Any
 
 import digits
@@ -30,42 +29,41 @@ from torch.utils.data import DataLoader, Dataset
 def main(folder: str, datadir: str | None, batch_size: int, num_workers: int) -> None:
     model, described = load(folder)
     model.eval()
-    if isinstance(described, dict) and described.get("kind") == "tokens":
-        return print(json.dumps(validation_loss(model, described, datadir)))
-    data = test_images(described, datadir)
-    correct = 0
-    with torch.no_grad():
-        for batch, labels in DataLoader(data, batch_size, num_workers=num_workers):
-            correct += int((model(batch).argmax(dim=1) == labels).sum())
+    if "tokens" in described:
+        print(json.dumps(validation_loss(model, described["tokens"], datadir)))
+    else:
+        data = test_images(described["images"], datadir)
+        correct = 0
+        with torch.no_grad():
+            for batch, labels in DataLoader(data, batch_size, num_workers=num_workers):
+                correct += int((model(batch).argmax(dim=1) == labels).sum())
+        accuracy = correct / len(data)
+        print(json.dumps({"correct": correct, "images": len(data), "accuracy": accuracy}))
     assert "torch_xla" not in sys.modules
-    accuracy = correct / len(data)
-    print(json.dumps({"correct": correct, "images": len(data), "accuracy": accuracy}))
 
 
-def load(folder: str) -> tuple[nn.Module, Any]:
-    """Returns the network with its weights, and the description of its images or tokens."""
+def load(folder: str) -> tuple[nn.Module, dict[str, Any]]:
+    """Returns the network with its weights, and the contents of ``network.json``."""
+    weights_folder = os.path.join(folder, "weights")
     try:
         with open(os.path.join(folder, "network.json"), encoding="utf-8") as file:
             described = json.load(file)
-        network, read = described["network"], described.get("tokens")
-        read = described["images"] if read is None else read
-        place = os.path.join(folder, "weights")
-        if network["kind"] == "llama":  # in the format of the Hugging Face hub
+        if described["network"]["kind"] == "llama":  # in the format of the Hugging Face hub
             os.environ["USE_TORCH_XLA"] = "0"  # otherwise transformers imports it
             from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
-            return LlamaForCausalLM.from_pretrained(place, dtype=torch.float32), read
-        model, weights = build(**network), {}
-        for name in sorted(os.listdir(place)):
+            model = LlamaForCausalLM.from_pretrained(weights_folder, dtype=torch.float32)
+            return model, described
+        model, weights = build(**described["network"]), {}
+        for name in sorted(os.listdir(weights_folder)):
             if name.endswith(".safetensors"):
-                weights |= load_file(os.path.join(place, name))
+                weights |= load_file(os.path.join(weights_folder, name))
         model.load_state_dict(weights)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-        reason = script.to_one_line(error)
         raise script.Stop(
-            f"{folder} has no consolidated model of an example: {reason}", 2
+            f"{folder} has no consolidated model of an example: {script.to_one_line(error)}", 2
         ) from error
-    return model, read
+    return model, described
 
 
 def build(kind: str, **arguments: Any) -> nn.Module:
@@ -82,23 +80,22 @@ def build(kind: str, **arguments: Any) -> nn.Module:
         import gpt
 
         return gpt.GPT(**arguments)
-    known = "mnist, vit, torchvision, gpt and llama are known"
-    raise script.Stop(f"unknown kind of network {kind!r}; {known}", 2)
+    raise ValueError(f"unknown kind of network {kind!r}")
 
 
-def validation_loss(model: nn.Module, described: Any, folder: str | None) -> dict[str, Any]:
-    """The mean loss of the tokens that ``network.json`` describes under ``tokens``."""
+def validation_loss(
+    model: nn.Module, described: dict[str, Any], folder: str | None
+) -> dict[str, Any]:
+    """The mean loss of the tokens that ``network.json`` describes, or of those in ``folder``."""
     import tokens
 
-    try:
-        found = tokens.open_folder(folder or described["folder"])
-        rows = tokens.Rows(found, "valid", described["length"])
-        batches = tokens.validation_batches(rows, described["count"], 8, 0, 1)
-        prepared = {"pairs": tokens.pairs, "packed": partial(tokens.packed, end=found.end)}
-        batches = prepared[described["rows"]](batches)
-    except (TypeError, KeyError) as error:
-        unknown = f"network.json does not describe tokens correctly: {script.to_one_line(error)}"
-        raise script.Stop(unknown, code=2) from error
+    found = tokens.open_folder(folder or described["folder"])
+    rows = tokens.Rows(found, "valid", described["length"])
+    batches = tokens.validation_batches(rows, described["count"], 8, 0, 1)
+    if described["rows"] == "packed":
+        batches = tokens.packed(batches, found.end)
+    else:
+        batches = tokens.pairs(batches)
     total, counted = 0.0, 0
     with torch.no_grad():
         for numbers, labels, *packed in batches:
@@ -111,33 +108,23 @@ def validation_loss(model: nn.Module, described: Any, folder: str | None) -> dic
             logits = logits.float().flatten(0, 1)
             total += F.cross_entropy(logits, labels.flatten(), reduction="sum").item()
             counted += int((labels != tokens.IGNORED).sum())
-    assert "torch_xla" not in sys.modules
     return {"loss": total / counted, "tokens": counted}
 
 
-def test_images(described: Any, datadir: str | None) -> Dataset:
+def test_images(described: dict[str, Any], datadir: str | None) -> Dataset:
     """The images that ``network.json`` describes, from ``datadir`` if that is given."""
-    try:
-        if not isinstance(described, dict):
-            raise TypeError(f"it has {described!r:.60}")
-        arguments = dict(described)
-        kind = arguments.pop("kind")
-        if datadir is not None:
-            arguments["datadir"] = datadir
-            if "fake" in arguments:
-                arguments["fake"] = False
-        if kind == "mnist":
-            return digits.load(False, **arguments)
-        if kind == "folders" and arguments["datadir"] is None:
-            fake = "the network was trained on fake images; give real ones with --datadir=DIR"
-            raise script.Stop(fake, code=2)
-        if kind == "folders":
-            return images.test_images(**arguments)
-    except (TypeError, ValueError, KeyError) as error:
-        reason = script.to_one_line(error)
-        unknown = f"network.json does not describe images correctly: {reason}"
-        raise script.Stop(unknown, code=2) from error
-    raise script.Stop(f"unknown kind of images {kind!r}; mnist and folders are known", code=2)
+    arguments = dict(described)
+    kind = arguments.pop("kind")
+    if datadir is not None:
+        arguments["datadir"] = datadir
+    if kind == "mnist":
+        arguments["fake"] = arguments["fake"] and datadir is None
+        return digits.load(False, **arguments)
+    if arguments["datadir"] is None:
+        raise script.Stop(
+            "the network was trained on fake images; give real ones with --datadir=DIR", code=2
+        )
+    return images.test_images(**arguments)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -54,11 +54,12 @@ class Source(NamedTuple):
         try:
             classes = images.find_classes(folder)
         except script.Stop as error:
-            again = "" if datadir else f"; remove {DIGITS}, which is then created again"
-            raise script.Stop(f"{error.message}{again}", code=2) from error
+            remedy = "" if datadir else f"; remove {DIGITS}, which is then created again"
+            raise script.Stop(f"{error.message}{remedy}", code=2) from error
         if num_classes is not None and num_classes < len(classes):
-            more = f"but {folder} has {len(classes)}"
-            raise script.Stop(f"--num_classes={num_classes}, {more}", code=2)
+            raise script.Stop(
+                f"--num_classes={num_classes}, but {folder} has {len(classes)}", code=2
+            )
         return cls(folder, classes, num_classes or len(classes), digits=not datadir)
 
     def describe(self, image_size: int, interpolation: str = "bilinear") -> dict[str, Any]:

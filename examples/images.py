@@ -99,8 +99,11 @@ def test_images(
     found = find_classes(datadir, ("val",))
     # Labels are indices of the sorted names: one more name would change all labels after it.
     if classes is not None:
-        trained = f"the {len(classes)} classes that the network was trained on"
-        _require_same(list(classes), found, f"{datadir} does not have {trained}")
+        _require_same(
+            list(classes),
+            found,
+            f"{datadir} does not have the {len(classes)} classes that the network was trained on",
+        )
     resize = transforms.Resize(round(image_size * border), InterpolationMode(interpolation))
     shown = transforms.Compose([resize, transforms.CenterCrop(image_size), _to_tensor])
     return _open(datadir, "val", shown)
@@ -112,8 +115,11 @@ def find_classes(folder: str, parts: tuple[str, ...] = ("train", "val")) -> list
     for part in parts:
         path = os.path.join(folder, part)
         if not os.path.isdir(path):
-            expected = " and ".join(f"{folder}/{each}/<class>/" for each in parts)
-            raise Stop(f"no folder {path}; images are expected in {expected}", code=2)
+            raise Stop(
+                f"no folder {path}; images are expected in "
+                + " and ".join(f"{folder}/{name}/<class>/" for name in parts),
+                code=2,
+            )
         try:
             found.append(sorted(entry.name for entry in os.scandir(path) if entry.is_dir()))
         except OSError as error:
@@ -127,8 +133,11 @@ def find_classes(folder: str, parts: tuple[str, ...] = ("train", "val")) -> list
 def _require_same(some: list[str], others: list[str], otherwise: str) -> None:
     different = sorted(set(some) ^ set(others))
     if different:
-        one = f"{len(different)} classes are in only one of them, such as {different[0]!r}"
-        raise Stop(f"{otherwise}: {one}", code=2)
+        raise Stop(
+            f"{otherwise}: {len(different)} classes are in only one of them, such as "
+            f"{different[0]!r}",
+            code=2,
+        )
 
 
 def unreadable(folder: str, error: OSError) -> Stop:
@@ -151,5 +160,6 @@ def _read(path: str) -> Image.Image:
     try:
         return datasets.folder.pil_loader(path)
     except Exception as error:  # PIL raises many kinds
-        wrong = f"is not a complete image: {to_one_line(error)}; replace or remove it"
-        raise UnreadableImage(f"{path} {wrong}") from error
+        raise UnreadableImage(
+            f"{path} is not a complete image: {to_one_line(error)}; replace or remove it"
+        ) from error

@@ -49,14 +49,15 @@ def new(
     By default, a tiny model has the vocabulary of the tokens.
     """
     sizes = SIZES[size]
-    here = found.vocabulary if found else tokens.byte_level().get_vocab_size()
+    if not vocabulary and size == "tiny":
+        vocabulary = found.vocabulary if found else tokens.byte_level().get_vocab_size()
     return LlamaConfig(
         num_hidden_layers=sizes.layers,
         hidden_size=sizes.width,
         num_attention_heads=sizes.heads,
         num_key_value_heads=sizes.groups,
         intermediate_size=sizes.inner,
-        vocab_size=vocabulary or (here if size == "tiny" else VOCABULARY),
+        vocab_size=vocabulary or VOCABULARY,
         max_position_embeddings=positions,
         rope_theta=500_000.0,
         rms_norm_eps=1e-5,
@@ -70,34 +71,43 @@ def new(
 def of_folder(folder: str) -> LlamaConfig:
     """The configuration of the model in a folder in the format of the hub."""
     try:
-        said = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
-        if said.get("model_type") != "llama":
-            raise ValueError(f"config.json has model_type {said.get('model_type')!r}, not 'llama'")
-        found = LlamaConfig.from_pretrained(folder, attn_implementation="xla_fsdp")
+        model_type = json.loads(Path(folder, "config.json").read_text()).get("model_type")
+        if model_type != "llama":
+            raise ValueError(f"config.json has model_type {model_type!r}, not 'llama'")
+        config = LlamaConfig.from_pretrained(folder, attn_implementation="xla_fsdp")
     except (OSError, ValueError) as error:
         raise Stop(f"--folder={folder} has no model: {to_one_line(error)}", code=2) from error
-    found.dtype = torch.float32  # the dtype of shards; the model computes in --compute_dtype
-    return found
+    config.dtype = torch.float32  # the dtype of shards; the model computes in --compute_dtype
+    return config
 
 
 def require_fit(
-    config: LlamaConfig, length: int, words: str | None, found: tokens.Tokens | None
+    config: LlamaConfig, length: int, tokenizer: str | None, found: tokens.Tokens | None
 ) -> None:
     """Raises Stop if the tokens ``found`` do not fit the model.
 
     Rows may be too long, the vocabulary may be too large, or the tokens may come from another
-    tokenizer than the model's, ``words``. A plan needs no tokens.
+    tokenizer than the model's, the file ``tokenizer``. A plan needs no tokens.
     """
-    if length > (longest := config.max_position_embeddings):
-        longer = f"--tokens_per_sample={length} is longer than the model's {longest} positions"
-        raise Stop(longer, code=2)
+    if length > config.max_position_embeddings:
+        raise Stop(
+            f"--tokens_per_sample={length} is longer than the model's "
+            f"{config.max_position_embeddings} positions",
+            code=2,
+        )
     if found and found.vocabulary > config.vocab_size:
-        more = f"{found.folder} has a vocabulary of {found.vocabulary}"
-        raise Stop(f"{more}, more than the model's {config.vocab_size}", code=2)
-    if found and words:
-        if tokens.open_tokenizer(words).get_vocab() != found.tokenizer().get_vocab():
-            other = f"{found.folder} was created with another tokenizer than {words}"
-            raise Stop(f"{other}, so the token numbers differ; give a new folder as --data", code=2)
+        raise Stop(
+            f"{found.folder} has a vocabulary of {found.vocabulary}, more than the model's "
+            f"{config.vocab_size}",
+            code=2,
+        )
+    if found and tokenizer:
+        if tokens.open_tokenizer(tokenizer).get_vocab() != found.tokenizer().get_vocab():
+            raise Stop(
+                f"{found.folder} was created with another tokenizer than {tokenizer}, so the token "
+                "numbers differ; give a new folder as --data",
+                code=2,
+            )
 
 
 def tokenizer_of(folder: str | None) -> str | None:
@@ -112,11 +122,11 @@ def make_folder(path: str, config: LlamaConfig, seed: int) -> None:
     if folder.exists():
         raise Stop(f"--make_folder={folder} exists already; give a new folder", code=2)
     torch.manual_seed(seed)
-    words = tokens.byte_level()
+    tokenizer = tokens.byte_level()
     config._attn_implementation = "sdpa"
-    config.eos_token_id = words.token_to_id(tokens.END)
+    config.eos_token_id = tokenizer.token_to_id(tokens.END)
     LlamaForCausalLM(config).save_pretrained(folder)
-    words.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def remove_hub_files(folder: str) -> None:
@@ -148,8 +158,8 @@ def count_parameters(config: LlamaConfig, keep: list[str]) -> int:
     """The number of parameters. Raises Stop if ``keep`` has a name that no block has."""
     model = without_values(config)
     known = ["attention", *(name for name, _ in model.model.layers[0].named_modules() if name)]
-    if odd := sorted(set(keep) - set(known)):
-        raise Stop(f"--keep={odd[0]} is unknown; blocks have {', '.join(known)}", code=2)
+    if unknown := sorted(set(keep) - set(known)):
+        raise Stop(f"--keep={unknown[0]} is unknown; blocks have {', '.join(known)}", code=2)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -242,9 +252,10 @@ def load(model: nn.Module, folder: str) -> None:
         found = xla_fsdp.load_weights(model, folder, **matching)
     except CheckpointError as error:
         raise Stop(f"--folder={folder}: {to_one_line(error, None)}", code=2) from error
-    odd = [name for name in found.missing_keys if ".lora_" not in name] + found.unexpected_keys
-    if odd:
-        raise Stop(f"--folder={folder} does not fit the model: {', '.join(odd[:3])}", code=2)
+    missing = [name for name in found.missing_keys if ".lora_" not in name]
+    if missing or found.unexpected_keys:
+        names = ", ".join((missing + found.unexpected_keys)[:3])
+        raise Stop(f"--folder={folder} does not fit the model: {names}", code=2)
 
 
 class Llama(LlamaForCausalLM):

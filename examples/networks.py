@@ -121,9 +121,11 @@ def torchvision_model(model: str, num_classes: int) -> nn.Module:
     known = models.list_models(module=models)
     if model not in known:
         close = difflib.get_close_matches(model, known, n=3) or ["resnet50", "vit_b_16"]
-        such = f"among torchvision's {len(known)} classifiers, such as {', '.join(close)}"
-        listed = "torchvision.models.list_models(torchvision.models) lists them"
-        raise Stop(f"no model {model!r} {such}; {listed}", code=2)
+        raise Stop(
+            f"no model {model!r} among torchvision's {len(known)} classifiers, such as "
+            f"{', '.join(close)}; torchvision.models.list_models(torchvision.models) lists them",
+            code=2,
+        )
     arguments: dict[str, Any] = {"weights": None, "num_classes": num_classes}
     if model in ("googlenet", "inception_v3"):
         # Auxiliary classifiers would return more results. These models' truncated normal weights
@@ -132,49 +134,51 @@ def torchvision_model(model: str, num_classes: int) -> nn.Module:
     return models.get_model(model, **arguments)
 
 
-def try_out(model: str, options: SimpleNamespace, batch_size: int, smaller: str) -> None:
-    """Raises Stop if the model cannot be trained with these flags. Computes nothing.
+def try_out(options: SimpleNamespace) -> None:
+    """Raises Stop if ``options.model`` cannot be trained with these flags. Computes nothing.
 
-    The images may have a wrong size, the batch may be too small for batch norm, the model may be
-    unknown, or there may be too little memory for the classes. ``smaller``: flags that make the
-    model smaller.
+    The images may have a wrong size, the batch may be too small for batch norm, or there may be too
+    little memory for the classes.
     """
-    classes, size = options.num_classes, options.image_size
+    # With sync_batch_norm, one image on each rank is enough for batch statistics.
+    batch_size = max(2, options.batch_size) if options.sync_batch_norm else options.batch_size
     try:
         with torch.device("meta"):
-            network = torchvision_model(model, classes)
-            network(torch.empty(batch_size, 3, size, size))
+            network = torchvision_model(options.model, options.num_classes)
+            network(torch.empty(batch_size, 3, options.image_size, options.image_size))
         parameters = sum(parameter.numel() for parameter in network.parameters())
     except NotImplementedError:
         # RegNet cannot be built on the meta device, but it supports any size. Count its last layer.
-        parameters = classes
+        parameters = options.num_classes
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        images = f"{batch_size} images of --image_size={size} with --num_classes={classes}"
-        reason = to_one_line(error, 200)
-        raise Stop(f"{model} cannot train on batches of {images}: {reason}", code=2) from error
-    # Before sharding, the full model is in memory, in float32.
-    _require(parameters, 4, "before they are sharded", "model or --num_classes")
+        raise Stop(
+            f"{options.model} cannot train on batches of {batch_size} images of "
+            f"--image_size={options.image_size} with --num_classes={options.num_classes}: "
+            f"{to_one_line(error)}",
+            code=2,
+        ) from error
     if not options.plan:
-        require_for_training(parameters, smaller)
+        require_for_training(parameters, "--model or --num_classes")
 
 
 def sizes_of(options: SimpleNamespace) -> tuple[dict[str, Any], int]:
     """The arguments of the flags for a :class:`VisionTransformer`, and its parameter count."""
-    for whole, part in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
-        size, of = getattr(options, whole), getattr(options, part)
-        if size % of:
-            raise Stop(f"--{whole}={size} is not a multiple of --{part}={of}", code=2)
-    if options.embed_dim * options.mlp_ratio < 1:
-        ratio = f"--mlp_ratio={options.mlp_ratio} of --embed_dim={options.embed_dim}"
-        raise Stop(f"{ratio} leaves no hidden width; at least {1 / options.embed_dim:g}", code=2)
-    sizes = "image_size patch_size embed_dim num_heads num_blocks mlp_ratio num_classes".split()
-    network = {name: getattr(options, name) for name in sizes}
+    for name, divisor in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
+        if getattr(options, name) % getattr(options, divisor):
+            raise Stop(
+                f"--{name}={getattr(options, name)} is not a multiple of "
+                f"--{divisor}={getattr(options, divisor)}",
+                code=2,
+            )
+    names = "image_size patch_size embed_dim num_heads num_blocks mlp_ratio num_classes".split()
+    sizes = {name: getattr(options, name) for name in names}
     try:
         with torch.device("meta"):
-            return network, sum(one.numel() for one in VisionTransformer(**network).parameters())
+            model = VisionTransformer(**sizes)
     except (OverflowError, RuntimeError) as error:
-        sizes = ", ".join(f"--{name}={value}" for name, value in network.items())
-        raise Stop(f"{sizes}: too large for a tensor; choose smaller values", code=2) from error
+        values = ", ".join(f"--{name}={value}" for name, value in sizes.items())
+        raise Stop(f"{values}: too large for a tensor; choose smaller values", code=2) from error
+    return sizes, sum(parameter.numel() for parameter in model.parameters())
 
 
 def require_for_training(parameters: int, smaller: str) -> None:
@@ -188,24 +192,21 @@ def require_for_training(parameters: int, smaller: str) -> None:
     xla_fsdp.compilation_counts()  # chooses the device before it imports torch_xla
     import torch_xla.runtime as xr
 
-    if xr.device_type() == "CPU":
-        instead = f"{smaller}, or use a TPU; --plan=SLICE shows how much memory a TPU needs"
-        # In float32: the weight, its gradient, and two states of Adam.
-        _require(parameters, 16, "with gradients and optimizer on CPU ranks", instead)
+    # In float32: the weight, its gradient, and two states of Adam.
+    needed, memory = 16 * parameters, memory_of_the_machine()
+    if xr.device_type() == "CPU" and needed > memory:
+        raise Stop(
+            f"{parameters:,} parameters, gradients and optimizer need {needed / 2**30:,.0f} GiB on "
+            f"CPU ranks, but the machine has {memory / 2**30:,.0f} GiB: choose a smaller "
+            f"{smaller}, or use a TPU; --plan=SLICE shows how much memory a TPU needs",
+            code=2,
+        )
 
 
-def _require(parameters: int, size: int, when: str, instead: str) -> None:
-    needed, there = parameters * size, _memory_of_the_machine()
-    if needed > there:
-        take = f"{parameters:,} parameters need {needed / 2**30:,.0f} GiB {when}"
-        has = f"but the machine has {there / 2**30:,.0f} GiB"
-        raise Stop(f"{take}, {has}: choose a smaller {instead}", code=2)
-
-
-def _memory_of_the_machine() -> int:
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def memory_of_the_machine() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            return min(found, int(file.read()))
+            return min(memory, int(file.read()))
     except (OSError, ValueError):  # not in a container, or the container has no limit
-        return found
+        return memory

@@ -64,8 +64,9 @@ def read(folder: str, part: str) -> list[Pair]:
             raise ValueError(f"{path} must begin with the columns {', '.join(COLUMNS)}")
         for number, row in enumerate(rows, 2):
             if len(row) != len(COLUMNS) or row[0] not in ("0", "1"):
-                form = "0 or 1, two numbers and two sentences"
-                raise ValueError(f"{path}, line {number} must have {form}")
+                raise ValueError(
+                    f"{path}, line {number} must have 0 or 1, two numbers and two sentences"
+                )
             pairs.append(Pair(row[3], row[4], row[0] == "1"))
     if not pairs:
         raise ValueError(f"{path} has no pairs")

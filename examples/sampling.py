@@ -33,24 +33,24 @@ class EpochDataset(Dataset):
 
 
 class EpochSampler(DistributedSampler):
-    """Samples a rank's share of ``dataset``, a sequence of indices, as ``(epoch, index)``.
+    """Samples a rank's share of ``dataset``, a sequence of indices, as ``(epoch, index)``."""
 
-    Attributes:
-        begun: an unfinished epoch and its number of images that the rank has finished, which are
-            left out.
-    """
+    _begun_epoch = -1
+    _begun_images = 0
 
-    begun = (0, 0)
+    def skip(self, epoch: int, images: int) -> None:
+        """Leaves out the first ``images`` of ``epoch``, which this rank finished earlier."""
+        self._begun_epoch, self._begun_images = epoch, images
 
     @property
     def skipped(self) -> int:
-        """The number of images of this epoch that the rank has finished in an earlier run."""
-        return self.begun[1] if self.begun[0] == self.epoch else 0
+        """The number of images that are left out of this epoch."""
+        return self._begun_images if self.epoch == self._begun_epoch else 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         # Worker processes keep running, so they get the epoch only as part of the index.
-        whole = ((self.epoch, self.dataset[place]) for place in super().__iter__())
-        return itertools.islice(whole, self.skipped, None)
+        places = ((self.epoch, self.dataset[place]) for place in super().__iter__())
+        return itertools.islice(places, self.skipped, None)
 
 
 class PaddedDataset(Dataset):
@@ -91,8 +91,11 @@ def training_batches(
     workers |= {"drop_last": drop_last, "generator": torch.Generator()}
     loader = DataLoader(EpochDataset(data, seed, transform), batch_size, sampler=sampler, **workers)
     if not len(loader):
-        few = f"{len(chosen)} training images over {world_size} ranks do not fill one batch"
-        raise Stop(f"{few} of {batch_size} a rank; choose a smaller --batch_size", code=2)
+        raise Stop(
+            f"{len(chosen)} training images over {world_size} ranks do not fill one batch of "
+            f"{batch_size} a rank; choose a smaller --batch_size",
+            code=2,
+        )
     return loader
 
 

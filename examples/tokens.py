@@ -9,11 +9,11 @@ Other programs can write such folders, which need only these four files.
 import functools
 import json
 import os
-import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -36,8 +36,6 @@ for _name in ("data", "text", "tokenizer"):
     require(_name, bool, "is empty; give a file or folder")
 
 END, BYTES = "<|endoftext|>", "runs/tokens"
-# The number of training tokens that are counted for the frequencies.
-COUNTED = 10**7
 
 
 class Tokens(NamedTuple):
@@ -64,33 +62,34 @@ def byte_level() -> Tokenizer:
     return made
 
 
-def prepare(
-    folder: str,
-    length: int,
-    *,
-    text: str | None,
-    tokenizer: str | None,
-    end_token: str,
-    default: str | None = None,
-) -> Tokens:
-    """Returns the tokens of ``folder``; call it before the ranks start.
+def prepare(options: SimpleNamespace, default: str | None = None) -> Tokens:
+    """Returns the tokens of ``--data``; call it before the ranks start.
 
-    A missing folder is created from ``text``, with ``tokenizer`` or the tokenizer in the file
+    A missing folder is created from ``--text``, with ``--tokenizer`` or the tokenizer in the file
     ``default``.
     """
+    folder = options.data
     if not os.path.exists(os.path.join(folder, "tokens.json")):
-        texts = texts_in(text) if text else shipped_texts()
-        if file := tokenizer or default:
-            write(folder, texts, open_tokenizer(file), end_token)
+        texts = texts_in(options.text) if options.text else shipped_texts()
+        if file := options.tokenizer or default:
+            write(folder, texts, open_tokenizer(file), options.end_token)
         else:
             write(folder, texts, byte_level(), END)
-    elif text or tokenizer:
-        given = "--text" if text else "--tokenizer"
-        raise Stop(f"{folder} has tokens already; leave out {given}, or give another --data", 2)
-    found = open_rows(folder, length)[0].found
-    if (words := found.tokenizer().get_vocab_size()) > found.vocabulary:
-        larger = f"{folder}/tokenizer.json has {words} tokens, but tokens.json has"
-        raise Stop(f"{larger} {found.vocabulary}: it is not their tokenizer", code=2)
+    elif options.text or options.tokenizer:
+        raise Stop(
+            f"{folder} has tokens already; leave out --{'text' if options.text else 'tokenizer'}, "
+            "or give another --data",
+            code=2,
+        )
+    training_rows, _ = open_rows(folder, options.tokens_per_sample)
+    found = training_rows.found
+    size = found.tokenizer().get_vocab_size()
+    if size > found.vocabulary:
+        raise Stop(
+            f"{folder}/tokenizer.json has {size} tokens, but tokens.json has {found.vocabulary}: "
+            "it is not their tokenizer",
+            code=2,
+        )
     return found
 
 
@@ -136,21 +135,26 @@ def write(folder: str, documents: Iterable[str], tokenizer: Tokenizer, mark: str
     parent = os.path.dirname(os.path.abspath(folder))
     try:
         os.makedirs(parent, exist_ok=True)
-        made = tempfile.mkdtemp(prefix=".tokens-", dir=parent)
-        try:
+        # Write into a temporary folder first: other hosts only see a complete folder.
+        with tempfile.TemporaryDirectory(prefix=".tokens-", dir=parent) as temporary:
+            new = Path(temporary, "tokens")
+            new.mkdir()
             for name, part in parts.items():
-                np.concatenate(part).tofile(os.path.join(made, f"{name}.bin"))
-            tokenizer.save(os.path.join(made, "tokenizer.json"))
-            said = {"dtype": dtype.name, "vocabulary": vocabulary, "end": end, "tokens": counts}
-            Path(made, "tokens.json").write_text(json.dumps(said))
-            os.chmod(made, 0o755)
-            os.rename(made, folder)
-        except OSError:
-            # Another process, perhaps on another host, has created it meanwhile.
-            if not os.path.exists(os.path.join(folder, "tokens.json")):
-                raise
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+                np.concatenate(part).tofile(new / f"{name}.bin")
+            tokenizer.save(str(new / "tokenizer.json"))
+            described = {
+                "dtype": dtype.name,
+                "vocabulary": vocabulary,
+                "end": end,
+                "tokens": counts,
+            }
+            (new / "tokens.json").write_text(json.dumps(described))
+            try:
+                os.rename(new, folder)
+            except OSError:
+                # Another process, perhaps on another host, may have created it meanwhile.
+                if not os.path.exists(os.path.join(folder, "tokens.json")):
+                    raise
     except OSError as error:
         raise Stop(f"--data={folder} cannot be written: {to_one_line(error)}", code=2) from error
 
@@ -159,12 +163,10 @@ def open_folder(folder: str) -> Tokens:
     """Opens the files; raises Stop if their lengths differ from ``tokens.json``."""
     path = os.path.join(folder, "tokens.json")
     try:
-        said = json.loads(Path(path).read_text(encoding="utf-8"))
-        dtype = np.dtype({"uint16": "<u2", "uint32": "<u4"}[said["dtype"]])
-        vocabulary, end = int(said["vocabulary"]), int(said["end"])
-        counts = [int(said["tokens"][name]) for name in ("train", "valid")]
-        if not 0 <= end < vocabulary:
-            raise ValueError(f"the end token {end} is not in the vocabulary of {vocabulary}")
+        described = json.loads(Path(path).read_text(encoding="utf-8"))
+        dtype = np.dtype({"uint16": "<u2", "uint32": "<u4"}[described["dtype"]])
+        vocabulary, end = int(described["vocabulary"]), int(described["end"])
+        counts = [int(described["tokens"][name]) for name in ("train", "valid")]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise Stop(f"{path} does not describe tokens: {to_one_line(error)}", code=2) from error
     mapped = []
@@ -172,8 +174,11 @@ def open_folder(folder: str) -> Tokens:
         file = os.path.join(folder, name)
         size = os.path.getsize(file) if os.path.exists(file) else 0
         if size != count * dtype.itemsize or not count:
-            wanted = f"{count:,} tokens of {dtype.itemsize} bytes as in tokens.json"
-            raise Stop(f"{file} has {size:,} bytes, not {wanted}; create or copy it again", code=2)
+            raise Stop(
+                f"{file} has {size:,} bytes, not {count:,} tokens of {dtype.itemsize} bytes as in "
+                "tokens.json; create or copy it again",
+                code=2,
+            )
         mapped.append(np.memmap(file, dtype, mode="r"))
     return Tokens(folder, *mapped, vocabulary, end)
 
@@ -195,8 +200,11 @@ class Rows:
         self.found, self.part, self.length = found, part, length
         self.tokens = getattr(found, part)
         if len(self.tokens) <= length:
-            few = f"{found.folder}/{part}.bin has {len(self.tokens):,} tokens"
-            raise Stop(f"{few}, too few for --tokens_per_sample={length} and one more", code=2)
+            raise Stop(
+                f"{found.folder}/{part}.bin has {len(self.tokens):,} tokens, too few for "
+                f"--tokens_per_sample={length} and one more",
+                code=2,
+            )
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.length
@@ -206,9 +214,11 @@ class Rows:
         row = self.tokens[first : first + self.length + 1].astype(np.int64)
         # On an XLA device a token number that is too large would silently be replaced by another.
         if row.max() >= self.found.vocabulary:
-            file = f"{self.found.folder}/{self.part}.bin"
-            wrong = f"{file} has token {row.max()} after place {first:,}"
-            raise Stop(f"{wrong}, beyond the vocabulary of {self.found.vocabulary}", code=2)
+            raise Stop(
+                f"{self.found.folder}/{self.part}.bin has token {row.max()} after place {first:,}, "
+                f"beyond the vocabulary of {self.found.vocabulary}",
+                code=2,
+            )
         return torch.from_numpy(row)
 
 
@@ -223,12 +233,15 @@ def describe(held_out: Rows, count: int | None, form: str) -> dict[str, object]:
     }
 
 
-def encode_prompt(found: Tokens, prompt: str, length: int) -> list[int]:
+def encode_prompt(found: Tokens, options: SimpleNamespace) -> list[int]:
     """Encodes ``--prompt`` as tokens; an empty prompt has none."""
-    numbers = found.tokenizer().encode(prompt, add_special_tokens=False).ids
-    if len(numbers) >= length:
-        many = f"--prompt has {len(numbers)} tokens"
-        raise Stop(f"{many}; it must be shorter than --tokens_per_sample={length}", code=2)
+    numbers = found.tokenizer().encode(options.prompt, add_special_tokens=False).ids
+    if len(numbers) >= options.tokens_per_sample:
+        raise Stop(
+            f"--prompt has {len(numbers)} tokens; it must be shorter than "
+            f"--tokens_per_sample={options.tokens_per_sample}",
+            code=2,
+        )
     return numbers
 
 
@@ -287,10 +300,3 @@ def packed(batches: Iterable[torch.Tensor], end: int) -> Iterator[tuple[torch.Te
         first = torch.where(after_end, places, 0).cummax(1).values
         segments = after_end.cumsum(1)
         yield tokens, labels.masked_fill(tokens == end, IGNORED), segments, places - first
-
-
-def loss_of_frequencies(found: Tokens) -> float:
-    """The validation loss, in nats, of a model that only knows the frequency of each token."""
-    counts = np.bincount(found.train[:COUNTED], minlength=found.vocabulary) + 1.0
-    seen = np.bincount(found.valid, minlength=found.vocabulary)
-    return float(-(seen * np.log(counts / counts.sum())).sum() / seen.sum())

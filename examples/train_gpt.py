@@ -56,21 +56,19 @@ SHARDING = (
 def main(options: SimpleNamespace) -> None:
     tuning.read_settings(options, *SHARDING)
     set_defaults(options)
-    found, prompt = None, []
+    prompt = []
+    vocabulary = tokens.byte_level().get_vocab_size()
     if not options.plan:
-        found = tokens.prepare(
-            options.data,
-            options.tokens_per_sample,
-            text=options.text,
-            tokenizer=options.tokenizer,
-            end_token=options.end_token,
-        )
-        prompt = tokens.encode_prompt(found, options.prompt, options.tokens_per_sample)
-    vocabulary = found.vocabulary if found else tokens.byte_level().get_vocab_size()
+        data = tokens.prepare(options)
+        prompt = tokens.encode_prompt(data, options)
+        vocabulary = data.vocabulary
     fill_in(options, vocab_size=vocabulary if options.arch == "tiny" else gpt.VOCABULARY)
-    if found and vocabulary > options.vocab_size:
-        more = f"more than --vocab_size={options.vocab_size}"
-        raise Stop(f"{found.folder} has a vocabulary of {vocabulary}, {more}", code=2)
+    if not options.plan and vocabulary > options.vocab_size:
+        raise Stop(
+            f"{options.data} has a vocabulary of {vocabulary}, more than "
+            f"--vocab_size={options.vocab_size}",
+            code=2,
+        )
     # Large logits are computed in parts. The loop over the parts does not support float16.
     options.fused = options.vocab_size > 8192 and not options.fp16
 
@@ -98,122 +96,21 @@ def set_defaults(options: SimpleNamespace) -> None:
     fill_in(options, warmup_updates=5, compute_dtype="bfloat16")
     fill_in(options, total_num_update=options.max_update, checkpoint_activations=options.stream)
     if options.tokens_per_sample > options.positions:
-        longer = f"--tokens_per_sample={options.tokens_per_sample} is longer than"
-        raise Stop(f"{longer} the model's --positions={options.positions}", code=2)
+        raise Stop(
+            f"--tokens_per_sample={options.tokens_per_sample} is longer than the model's "
+            f"--positions={options.positions}",
+            code=2,
+        )
     options.cpu_offload |= options.stream
-
-
-def train(
-    index: int, options: SimpleNamespace, sizes: dict, parameters: int, prompt: list[int]
-) -> None:
-    """Trains the model; each rank runs this function."""
-    import torch_xla  # not at the top of the file: launch must set up the runtime first
-    import torch_xla.runtime as xr
-
-    rank, world_size, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
-    if not options.plan:
-        require_for_training(parameters, "--arch")
-    training_rows, held_out = tokens.open_rows(None if options.plan else options.data, length)
-
-    torch.manual_seed(options.seed)  # the same weights on every rank
-    with tuning.applied(options):
-        model = build(options, sizes)
-    # On the host, torch's fused kernel is fastest.
-    optimizer, scheduler = optimize(model.parameters(), options, fused=options.cpu_offload or None)
-    scaler = xla_fsdp.ShardedGradScaler(options.fp16_init_scale, enabled=options.fp16)
-    evaluation.vary_by_rank(options.seed)
-
-    # Resume: the numbers of updates and of sequences of all ranks in earlier runs.
-    update, saved, sequences = 0, "", 0
-    network, state = {"kind": "gpt", **sizes}, (model, optimizer, scheduler)
-    loaded = checkpoints.load(options, options.ckpt_dir, state, network, options.max_update)
-    if loaded:
-        update, saved, sequences = loaded.step, loaded.path, loaded.extra["sequences"]
-        if loaded.extra["scaler"]:
-            scaler.load_state_dict(loaded.extra["scaler"])
-
-    share = (options.batch_size, rank, world_size)
-    steps_left = (options.max_update - update) * options.update_freq
-    batches = tokens.training_batches(
-        training_rows, *share, seed=options.seed, done=sequences, batches=steps_left
-    )
-
-    def validate() -> tuple[float, int]:
-        rows = tokens.validation_batches(held_out, options.valid_samples, *share)
-        return evaluation.mean_loss(model, model, tokens.pairs(rows), options.prefetch)
-
-    sequences_of_update = options.update_freq * options.batch_size * world_size
-    meters = Updates(options, optimizer, scaler, tokens=sequences_of_update * length)
-    preemption, total_loss = xla_fsdp.Preemption(options.preemption_grace), 0.0
-    loading = on_device(tokens.pairs(batches), options.prefetch)
-    with meters, preemption as preempted, loading as loader:
-        for step, (numbers, labels) in enumerate(loader, 1):  # the next batch runs the step
-            loss = model(numbers, labels) / options.update_freq
-            scaler.scale(loss).backward()  # also averages the gradients over the ranks
-            total_loss = total_loss + loss.detach()
-            if step % options.update_freq:
-                continue
-            scaler.unscale_(optimizer)
-            norm = model.clip_grad_norm_(options.clip_norm or float("inf"))
-            scaler.step(optimizer)
-            scaler.update()
-            update += 1
-            sequences += sequences_of_update
-            is_last, must_end = update == options.max_update, preempted()
-            show = is_last or update % options.log_steps == 0
-            mean_loss, total_loss = total_loss, 0.0
-            meters.update(update, mean_loss, norm, show)
-            scheduler.step()
-            optimizer.zero_grad()
-            if is_last or update % options.validate_interval_updates == 0:
-                meters.validated(update, *validate())
-            if is_last or must_end or update % options.save_interval_updates == 0:
-                saved = xla_fsdp.save_checkpoint(
-                    options.ckpt_dir,
-                    model,
-                    optimizer,
-                    scheduler,
-                    step=update,
-                    extra={
-                        "network": network,
-                        "sequences": sequences,
-                        "scaler": scaler.state_dict(),
-                    },
-                    keep_last=options.keep_ckpts,
-                )
-            if must_end:  # the machine is preempted: --resume continues from here
-                preempted.exit()
-    if not steps_left:  # an earlier run ended after the last update
-        meters.validated(update, *validate())
-
-    if prompt:
-        with evaluation.evaluating(model):
-            completed = gpt.complete(
-                model,
-                prompt,
-                options.sample_tokens,
-                length,
-                torch_xla.device(),
-                options.temperature,
-                options.seed,
-                torch_xla.sync,
-            )
-    if rank == 0:  # joins the shards into one model, whose loss in plain torch must be the same
-        if prompt:
-            print(f"sample: {training_rows.found.tokenizer().decode(completed)!r}")
-        read = tokens.describe(held_out, options.valid_samples, "pairs")
-        joined = closing.consolidate(options, saved, network, read)
-        frequencies = tokens.loss_of_frequencies(training_rows.found)
-        others = {"loss by frequencies alone": f"{frequencies:.4f}"}
-        closing.summarize("GPT, fully sharded", options, meters, saved, joined, others)
 
 
 def build(options: SimpleNamespace, sizes: dict) -> nn.Module:
     """Builds the model, and shards each block before the next one is created."""
     from xla_fsdp.layers import linear_cross_entropy, scaled_dot_product_attention
 
-    where = xla_fsdp.CPUOffload(stream=options.stream) if options.cpu_offload else None
-    wrapping = {"compute_dtype": getattr(torch, options.compute_dtype), "cpu_offload": where}
+    wrapping = {"compute_dtype": getattr(torch, options.compute_dtype)}
+    if options.cpu_offload:
+        wrapping["cpu_offload"] = xla_fsdp.CPUOffload(stream=options.stream)
     layers = {
         "attention": scaled_dot_product_attention,
         "cross_entropy": linear_cross_entropy if options.fused else gpt.linear_cross_entropy,
@@ -237,6 +134,122 @@ def build(options: SimpleNamespace, sizes: dict) -> nn.Module:
         return nn.Sequential(*(wrap(block) for block in blocks))
 
     return wrap(gpt.GPT(**sizes, join=join, **layers))
+
+
+def train(
+    index: int, options: SimpleNamespace, sizes: dict, parameters: int, prompt: list[int]
+) -> None:
+    """Trains the model; each rank runs this function."""
+    import torch_xla  # not at the top of the file: launch must set up the runtime first
+    import torch_xla.runtime as xr
+
+    rank, world_size, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
+    if not options.plan:
+        require_for_training(parameters, "--arch")
+    training_rows, held_out = tokens.open_rows(None if options.plan else options.data, length)
+
+    torch.manual_seed(options.seed)  # the same weights on every rank
+    with tuning.applied(options):
+        model = build(options, sizes)
+    # On the host, torch's fused kernel is fastest.
+    optimizer, scheduler = optimize(model.parameters(), options, fused=options.cpu_offload or None)
+    scaler = xla_fsdp.ShardedGradScaler(options.fp16_init_scale, enabled=options.fp16)
+    evaluation.vary_by_rank(options.seed)
+
+    network = {"kind": "gpt", **sizes}
+    state = checkpoints.TrainingState(model, optimizer, scheduler, network)
+    loaded = checkpoints.load(options, state, options.max_update)
+    update, saved, sequences = 0, "", 0  # of earlier runs; the sequences are those of all ranks
+    if loaded:
+        update, saved, sequences = loaded.step, loaded.path, loaded.extra["sequences"]
+        if loaded.extra["scaler"]:
+            scaler.load_state_dict(loaded.extra["scaler"])
+
+    steps_left = (options.max_update - update) * options.update_freq
+    rows = tokens.training_batches(
+        training_rows,
+        options.batch_size,
+        rank,
+        world_size,
+        seed=options.seed,
+        done=sequences,
+        batches=steps_left,
+    )
+    sequences_of_update = options.update_freq * options.batch_size * world_size
+    meters = Updates(options, optimizer, scaler, tokens=sequences_of_update * length)
+    preemption = xla_fsdp.Preemption(options.preemption_grace)
+    batches = on_device(tokens.pairs(rows), options.prefetch)
+    total_loss = 0.0
+    with meters, preemption as preempted, batches as loader:
+        for step, (numbers, labels) in enumerate(loader, 1):  # the next batch runs the step
+            loss = model(numbers, labels) / options.update_freq
+            scaler.scale(loss).backward()  # also averages the gradients over the ranks
+            total_loss = total_loss + loss.detach()
+            if step % options.update_freq:
+                continue
+            scaler.unscale_(optimizer)
+            norm = model.clip_grad_norm_(options.clip_norm or float("inf"))
+            scaler.step(optimizer)
+            scaler.update()
+            update += 1
+            sequences += sequences_of_update
+            is_last, must_end = update == options.max_update, preempted()
+            show = is_last or update % options.log_steps == 0
+            meters.update(update, total_loss, norm, show)
+            total_loss = 0.0
+            scheduler.step()
+            optimizer.zero_grad()
+            if is_last or update % options.validate_interval_updates == 0:
+                meters.validated(update, *validate(options, model, held_out))
+            if is_last or must_end or update % options.save_interval_updates == 0:
+                saved = xla_fsdp.save_checkpoint(
+                    options.ckpt_dir,
+                    model,
+                    optimizer,
+                    scheduler,
+                    step=update,
+                    extra={
+                        "network": network,
+                        "sequences": sequences,
+                        "scaler": scaler.state_dict(),
+                    },
+                    keep_last=options.keep_ckpts,
+                )
+            if must_end:  # the machine is preempted: --resume continues from here
+                preempted.exit()
+    if not steps_left:  # an earlier run ended after the last update
+        meters.validated(update, *validate(options, model, held_out))
+
+    if prompt:
+        with evaluation.evaluating(model):
+            completed = gpt.complete(
+                model,
+                prompt,
+                options.sample_tokens,
+                length,
+                torch_xla.device(),
+                options.temperature,
+                options.seed,
+                torch_xla.sync,
+            )
+    if rank == 0:  # joins the shards into one model, whose loss in plain torch must be the same
+        if prompt:
+            print(f"sample: {training_rows.found.tokenizer().decode(completed)!r}")
+        data = tokens.describe(held_out, options.valid_samples, "pairs")
+        joined = closing.consolidate(options, saved, network, data)
+        closing.summarize("GPT, fully sharded", options, meters, saved, joined)
+
+
+def validate(
+    options: SimpleNamespace, model: nn.Module, held_out: tokens.Rows
+) -> tuple[float, int]:
+    """The loss of the held-out rows over all ranks, and the number of their tokens."""
+    import torch_xla.runtime as xr
+
+    rows = tokens.validation_batches(
+        held_out, options.valid_samples, options.batch_size, xr.global_ordinal(), xr.world_size()
+    )
+    return evaluation.mean_loss(model, model, tokens.pairs(rows), options.prefetch)
 
 
 if __name__ == "__main__":

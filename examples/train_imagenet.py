@@ -65,9 +65,7 @@ def main(options: SimpleNamespace) -> None:
     data = Source.find(options.datadir, options.fake_data, options.num_classes, options.plan)
     set_defaults(options, data)
     network = {"kind": "torchvision", "model": options.model, "num_classes": options.num_classes}
-    # With sync_batch_norm, one image on each rank is enough for batch statistics.
-    together = max(2, options.batch_size) if options.sync_batch_norm else options.batch_size
-    networks.try_out(options.model, options, together, "--model or --num_classes")
+    networks.try_out(options)
     checkpoints.prepare_folder(options)
     tuning.launch_plan_or_tune(train, (options, data, network), options.model)
 
@@ -86,97 +84,6 @@ def set_defaults(options: SimpleNamespace, data: Source) -> None:
     fill_in(options, lr=1e-3, weight_decay=0.05, lr_scheduler_type="cosine", num_warmup_epochs=5)
     fill_in(options, image_size=299 if name == "inception_v3" else 224, batch_size=128)
     fill_in(options, num_epochs=100, eval_interval=10, lr_scheduler_divide_every_n_epochs=30)
-
-
-def train(index: int, options: SimpleNamespace, data: Source, network: dict) -> None:
-    """Trains the model; each rank runs this function."""
-    import torch_xla  # not at the top of the file: launch must set up the runtime first
-
-    batches, held_out = data.batches(options, options.batch_size, options.test_set_batch_size)
-
-    torch.manual_seed(options.seed)  # the same weights on every rank
-    model = networks.torchvision_model(options.model, options.num_classes)
-    if options.sync_batch_norm:
-        model = xla_fsdp.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = shard(model.to(torch_xla.device()), options)
-    optimizer, scheduler = optimize(model, options, len(batches))
-    evaluation.vary_by_rank(options.seed)
-
-    state = (model, optimizer, scheduler)
-    done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, batches)
-    meters = Meters(options, batches, held_out)
-    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
-        for epoch in range(done + 1, options.num_epochs + 1):
-            batches.sampler.set_epoch(epoch - 1)  # another order in each epoch
-            meters.start_epoch(epoch)
-            with on_device(batches, options.prefetch) as loader:
-                for images, labels in loader:  # the next batch runs the step
-                    optimizer.zero_grad()
-                    logits = model(images).float()
-                    loss = F.cross_entropy(logits, labels, label_smoothing=options.label_smoothing)
-                    loss.backward()  # also averages the gradients over the ranks
-                    if options.clip_grad_norm:
-                        model.clip_grad_norm_(options.clip_grad_norm)
-                    optimizer.step()
-                    meters.step(loss, optimizer)
-                    scheduler.step()
-                    if preempted():  # the machine is preempted: --resume continues from here
-                        checkpoints.save_and_exit(
-                            preempted, options, options.ckpt_dir, state, network, meters
-                        )
-            meters.end_epoch()
-
-            evaluation.average_batch_statistics(model)
-            is_last, correct = epoch == options.num_epochs, None
-            if is_last or epoch % options.eval_interval == 0:
-                correct = evaluation.count_correct(model, held_out, options.prefetch)
-            meters.report(correct)
-
-            if is_last or epoch % options.ckpt_interval == 0:
-                saved = xla_fsdp.save_checkpoint(
-                    options.ckpt_dir,
-                    model,
-                    optimizer,
-                    scheduler,
-                    step=epoch,
-                    extra={"network": network},
-                    keep_last=options.keep_ckpts,
-                )
-    if done == options.num_epochs:  # an earlier run ended after the last epoch
-        correct = evaluation.count_correct(model, held_out, options.prefetch)
-        meters.report_finished_run(saved, correct)
-
-    # Join the shards into one model, whose accuracy in plain torch must be the same.
-    if meters.rank == 0:
-        joined = closing.consolidate(options, saved, network, data.describe(options.image_size))
-        closing.summarize(f"{options.model}, fully sharded", options, meters, saved, joined)
-    accuracy, target = 100 * meters.correct / meters.images, options.target_accuracy
-    if target and accuracy < target:
-        raise Stop(f"accuracy {accuracy:.2f}% is below {target} %")
-
-
-def shard(model: nn.Module, options: SimpleNamespace) -> nn.Module:
-    """Wraps parts of the model, and then the model, as the flags or --settings say."""
-    arguments = wrapping.arguments(options)
-    if options.sharding:  # from the file of --settings
-        blocks = networks.BLOCKS.intersection(map(type, model.modules())) or None
-        with tuning.applied(options):
-            return options.sharding.wrap(model, blocks, **arguments)
-
-    fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **arguments)
-
-    def wrap(layer: nn.Module, **forwarded: object) -> nn.Module:
-        """Wraps a unit: its parameters are gathered, used, and freed before the next unit's."""
-        if options.use_gradient_checkpointing:
-            layer = xla_fsdp.checkpoint_module(layer)
-        return fsdp(layer, **forwarded)
-
-    policy = wrapping.policy(options, model, networks.BLOCKS)
-    if options.use_nested_fsdp:
-        for name, child in list(model.named_children()):
-            if any(True for _ in child.parameters()):
-                setattr(model, name, wrap(child))
-    return fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)
 
 
 def optimize(
@@ -207,6 +114,73 @@ def optimize(
             divisor=options.lr_scheduler_divisor,
         )
     return optimizer, LambdaLR(optimizer, factor)
+
+
+def train(index: int, options: SimpleNamespace, data: Source, network: dict) -> None:
+    """Trains the model; each rank runs this function."""
+    import torch_xla  # not at the top of the file: launch must set up the runtime first
+
+    batches, held_out = data.batches(options, options.batch_size, options.test_set_batch_size)
+
+    torch.manual_seed(options.seed)  # the same weights on every rank
+    model = networks.torchvision_model(options.model, options.num_classes)
+    if options.sync_batch_norm:
+        model = xla_fsdp.SyncBatchNorm.convert_sync_batchnorm(model)
+    children = [name for name, child in model.named_children() if list(child.parameters())]
+    model = wrapping.shard(model.to(torch_xla.device()), options, children, networks.BLOCKS)
+    optimizer, scheduler = optimize(model, options, steps_of_epoch=len(batches))
+    evaluation.vary_by_rank(options.seed)
+
+    state = checkpoints.TrainingState(model, optimizer, scheduler, network)
+    epochs_done, saved = checkpoints.resume(options, state, batches)
+    meters = Meters(options, batches, held_out)
+    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
+        for epoch in range(epochs_done + 1, options.num_epochs + 1):
+            batches.sampler.set_epoch(epoch - 1)  # another order in each epoch
+            meters.start_epoch(epoch)
+            with on_device(batches, options.prefetch) as loader:
+                for images, labels in loader:  # the next batch runs the step
+                    optimizer.zero_grad()
+                    logits = model(images).float()
+                    loss = F.cross_entropy(logits, labels, label_smoothing=options.label_smoothing)
+                    loss.backward()  # also averages the gradients over the ranks
+                    if options.clip_grad_norm:
+                        model.clip_grad_norm_(options.clip_grad_norm)
+                    optimizer.step()
+                    meters.step(loss, optimizer)
+                    scheduler.step()
+                    if preempted():  # the machine is preempted: --resume continues from here
+                        checkpoints.save_and_exit(preempted, options, state, meters)
+            meters.end_epoch()
+
+            evaluation.average_batch_statistics(model)
+            is_last = epoch == options.num_epochs
+            correct = None
+            if is_last or epoch % options.eval_interval == 0:
+                correct = evaluation.count_correct(model, held_out, options.prefetch)
+            meters.report(correct)
+
+            if is_last or epoch % options.ckpt_interval == 0:
+                saved = xla_fsdp.save_checkpoint(
+                    options.ckpt_dir,
+                    model,
+                    optimizer,
+                    scheduler,
+                    step=epoch,
+                    extra={"network": network},
+                    keep_last=options.keep_ckpts,
+                )
+    if epochs_done == options.num_epochs:  # an earlier run ended after the last epoch
+        correct = evaluation.count_correct(model, held_out, options.prefetch)
+        meters.report_finished_run(saved, correct)
+
+    # Join the shards into one model, whose accuracy in plain torch must be the same.
+    if meters.rank == 0:
+        joined = closing.consolidate(options, saved, network, data.describe(options.image_size))
+        closing.summarize(f"{options.model}, fully sharded", options, meters, saved, joined)
+    accuracy = 100 * meters.correct / meters.images
+    if options.target_accuracy and accuracy < options.target_accuracy:
+        raise Stop(f"accuracy {accuracy:.2f}% is below {options.target_accuracy} %")
 
 
 if __name__ == "__main__":

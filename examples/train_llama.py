@@ -47,30 +47,19 @@ flags.DEFINE_string("ckpt_dir", "runs/llama/ckpt", "folder of the checkpoints, s
 def main(options: SimpleNamespace) -> None:
     tuning.read_settings(options, "scan_blocks", "keep", "offload_activations", "lora_rank")
     set_defaults(options)
-    length = options.tokens_per_sample
-    positions = options.positions or length
+    positions = options.positions or options.tokens_per_sample
     if options.make_folder:
         config = llama.new(options.size, options.vocab_size, positions, None)
         return llama.make_folder(options.make_folder, config, options.seed)
 
-    found, prompt = None, []
     tokenizer = llama.tokenizer_of(options.folder)
-    if not options.plan:
-        found = tokens.prepare(
-            options.data,
-            length,
-            text=options.text,
-            tokenizer=options.tokenizer,
-            end_token=options.end_token,
-            default=tokenizer,
-        )
+    data = None if options.plan else tokens.prepare(options, tokenizer)
     if options.folder:
         config = llama.of_folder(options.folder)
     else:
-        config = llama.new(options.size, options.vocab_size, positions, found)
-    llama.require_fit(config, length, tokenizer, found)
-    if found:
-        prompt = tokens.encode_prompt(found, options.prompt, length)
+        config = llama.new(options.size, options.vocab_size, positions, data)
+    llama.require_fit(config, options.tokens_per_sample, tokenizer, data)
+    prompt = tokens.encode_prompt(data, options) if data else []
     checkpoints.prepare_folder(options)
     parameters = llama.count_parameters(config, options.keep)
     title = f"LLaMA, {parameters:,} parameters"
@@ -100,105 +89,6 @@ def set_defaults(options: SimpleNamespace) -> None:
     fill_in(options, sharding=sharding)  # unless it comes from the file of --settings
 
 
-def train(
-    index: int, options: SimpleNamespace, config: LlamaConfig, parameters: int, prompt: list[int]
-) -> None:
-    """Trains the model; each rank runs this function."""
-    import torch_xla.runtime as xr  # not at the top of the file: launch sets up the runtime
-
-    rank, world_size, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
-    if not options.plan:
-        require_for_training(parameters, "--size")
-    training_rows, held_out = tokens.open_rows(None if options.plan else options.data, length)
-
-    torch.manual_seed(options.seed)  # the same weights on every rank
-    with tuning.applied(options):
-        model = build(options, config, options.sharding, new=not options.folder)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer, scheduler = optimize(trained, options)
-    evaluation.vary_by_rank(options.seed)
-
-    # Resume: the numbers of updates and of sequences of all ranks in earlier runs.
-    update, saved, sequences = 0, "", 0
-    network, state = llama.describe(config, options.lora_rank), (model, optimizer, scheduler)
-    loaded = checkpoints.load(options, options.ckpt_dir, state, network, options.max_update)
-    if loaded:
-        update, saved, sequences = loaded.step, loaded.path, loaded.extra["sequences"]
-
-    share = (options.batch_size, rank, world_size)
-    steps_left = (options.max_update - update) * options.update_freq
-    batches = tokens.training_batches(
-        training_rows, *share, seed=options.seed, done=sequences, batches=steps_left
-    )
-    end = training_rows.found.end
-
-    def validate() -> tuple[float, int]:
-        rows = tokens.validation_batches(held_out, options.valid_samples, *share)
-        packed = tokens.packed(rows, end)
-        return evaluation.mean_loss(model, model.loss, packed, options.prefetch)
-
-    sequences_of_update = options.update_freq * options.batch_size * world_size
-    meters = Updates(options, optimizer, tokens=sequences_of_update * length)
-    if options.folder and not loaded and not options.plan:
-        llama.load(model, options.folder)
-        meters.validated(0, *validate())  # before the training
-    preemption, total_loss = xla_fsdp.Preemption(options.preemption_grace), 0.0
-    loading = on_device(tokens.packed(batches, end), options.prefetch)
-    with meters, preemption as preempted, loading as loader:
-        for step, packed in enumerate(loader, 1):  # the next batch runs the step
-            loss = model.loss(*packed) / options.update_freq
-            loss.backward()  # also averages the gradients over the ranks
-            total_loss = total_loss + loss.detach()
-            if step % options.update_freq:
-                continue
-            norm = model.clip_grad_norm_(options.clip_norm or float("inf"))
-            optimizer.step()
-            update += 1
-            sequences += sequences_of_update
-            is_last, must_end = update == options.max_update, preempted()
-            show = is_last or update % options.log_steps == 0
-            mean_loss, total_loss = total_loss, 0.0
-            meters.update(update, mean_loss, norm, show)
-            scheduler.step()
-            optimizer.zero_grad()
-            if is_last or update % options.validate_interval_updates == 0:
-                meters.validated(update, *validate())
-            if is_last or must_end or update % options.save_interval_updates == 0:
-                saved = xla_fsdp.save_checkpoint(
-                    options.ckpt_dir,
-                    model,
-                    optimizer,
-                    scheduler,
-                    step=update,
-                    extra={"network": network, "sequences": sequences},
-                    keep_last=options.keep_ckpts,
-                )
-            if must_end:  # the machine is preempted: --resume continues from here
-                preempted.exit()
-    if not steps_left:  # an earlier run ended after the last update
-        meters.validated(update, *validate())
-
-    if prompt:
-        completed = complete(model, options, config, prompt, update)
-    joined = closing.folder_of(options, saved)
-    if joined and options.lora_rank:  # all ranks write these folders
-        model.save_pretrained(f"{joined}/adapter")
-        save_merged(model, f"{joined}/weights")
-    if rank == 0:  # joins the shards into one model, whose loss in plain torch must be the same
-        if prompt:
-            print(f"sample: {training_rows.found.tokenizer().decode(completed)!r}")
-        if joined:
-            read = tokens.describe(held_out, options.valid_samples, "packed")
-            closing.describe(joined, network, read)
-            if not options.lora_rank:
-                llama.remove_hub_files(f"{joined}/weights")
-                closing.consolidate(options, saved, network, read)
-            llama.add_hub_files(f"{joined}/weights", config, training_rows.found)
-        frequencies = tokens.loss_of_frequencies(training_rows.found)
-        others = {"loss by frequencies alone": f"{frequencies:.4f}"}
-        closing.summarize("LLaMA, fully sharded", options, meters, saved, joined, others)
-
-
 def build(
     options: SimpleNamespace, config: LlamaConfig, sharding: xla_fsdp.ShardingSettings, new: bool
 ) -> nn.Module:
@@ -218,6 +108,116 @@ def build(
     model = sharding.wrap_root(model, **wrapping)
     xla_fsdp.register_fsdp_forward_method(model, "loss")
     return model
+
+
+def train(
+    index: int, options: SimpleNamespace, config: LlamaConfig, parameters: int, prompt: list[int]
+) -> None:
+    """Trains the model; each rank runs this function."""
+    import torch_xla.runtime as xr  # not at the top of the file: launch sets up the runtime
+
+    rank, world_size, length = xr.global_ordinal(), xr.world_size(), options.tokens_per_sample
+    if not options.plan:
+        require_for_training(parameters, "--size")
+    training_rows, held_out = tokens.open_rows(None if options.plan else options.data, length)
+
+    torch.manual_seed(options.seed)  # the same weights on every rank
+    with tuning.applied(options):
+        model = build(options, config, options.sharding, new=not options.folder)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, scheduler = optimize(trained, options)
+    evaluation.vary_by_rank(options.seed)
+
+    network = llama.describe(config, options.lora_rank)
+    state = checkpoints.TrainingState(model, optimizer, scheduler, network)
+    loaded = checkpoints.load(options, state, options.max_update)
+    update, saved, sequences = 0, "", 0  # of earlier runs; the sequences are those of all ranks
+    if loaded:
+        update, saved, sequences = loaded.step, loaded.path, loaded.extra["sequences"]
+
+    end = training_rows.found.end
+    steps_left = (options.max_update - update) * options.update_freq
+    rows = tokens.training_batches(
+        training_rows,
+        options.batch_size,
+        rank,
+        world_size,
+        seed=options.seed,
+        done=sequences,
+        batches=steps_left,
+    )
+    sequences_of_update = options.update_freq * options.batch_size * world_size
+    meters = Updates(options, optimizer, tokens=sequences_of_update * length)
+    if options.folder and not loaded and not options.plan:
+        llama.load(model, options.folder)
+        meters.validated(0, *validate(options, model, held_out))  # before the training
+    preemption = xla_fsdp.Preemption(options.preemption_grace)
+    batches = on_device(tokens.packed(rows, end), options.prefetch)
+    total_loss = 0.0
+    with meters, preemption as preempted, batches as loader:
+        for step, packed in enumerate(loader, 1):  # the next batch runs the step
+            loss = model.loss(*packed) / options.update_freq
+            loss.backward()  # also averages the gradients over the ranks
+            total_loss = total_loss + loss.detach()
+            if step % options.update_freq:
+                continue
+            norm = model.clip_grad_norm_(options.clip_norm or float("inf"))
+            optimizer.step()
+            update += 1
+            sequences += sequences_of_update
+            is_last, must_end = update == options.max_update, preempted()
+            show = is_last or update % options.log_steps == 0
+            meters.update(update, total_loss, norm, show)
+            total_loss = 0.0
+            scheduler.step()
+            optimizer.zero_grad()
+            if is_last or update % options.validate_interval_updates == 0:
+                meters.validated(update, *validate(options, model, held_out))
+            if is_last or must_end or update % options.save_interval_updates == 0:
+                saved = xla_fsdp.save_checkpoint(
+                    options.ckpt_dir,
+                    model,
+                    optimizer,
+                    scheduler,
+                    step=update,
+                    extra={"network": network, "sequences": sequences},
+                    keep_last=options.keep_ckpts,
+                )
+            if must_end:  # the machine is preempted: --resume continues from here
+                preempted.exit()
+    if not steps_left:  # an earlier run ended after the last update
+        meters.validated(update, *validate(options, model, held_out))
+
+    if prompt:
+        completed = complete(model, options, config, prompt, update)
+    joined = closing.folder_of(options, saved)
+    if joined and options.lora_rank:  # all ranks write these folders
+        model.save_pretrained(f"{joined}/adapter")
+        save_merged(model, f"{joined}/weights")
+    if rank == 0:  # joins the shards into one model, whose loss in plain torch must be the same
+        if prompt:
+            print(f"sample: {training_rows.found.tokenizer().decode(completed)!r}")
+        if joined:
+            data = tokens.describe(held_out, options.valid_samples, "packed")
+            closing.describe(joined, network, data)
+            if not options.lora_rank:
+                llama.remove_hub_files(f"{joined}/weights")
+                closing.consolidate(options, saved, network, data)
+            llama.add_hub_files(f"{joined}/weights", config, training_rows.found)
+        closing.summarize("LLaMA, fully sharded", options, meters, saved, joined)
+
+
+def validate(
+    options: SimpleNamespace, model: nn.Module, held_out: tokens.Rows
+) -> tuple[float, int]:
+    """The loss of the held-out rows over all ranks, and the number of their tokens."""
+    import torch_xla.runtime as xr
+
+    rows = tokens.validation_batches(
+        held_out, options.valid_samples, options.batch_size, xr.global_ordinal(), xr.world_size()
+    )
+    packed = tokens.packed(rows, held_out.found.end)
+    return evaluation.mean_loss(model, model.loss, packed, options.prefetch)
 
 
 def complete(

@@ -19,7 +19,6 @@ batch is dropped (its batch statistics are poor). --nouse_nested_fsdp, --nodrop_
 
 import copy
 import os
-from functools import partial
 from types import SimpleNamespace
 
 import digits
@@ -40,7 +39,8 @@ flags.DEFINE_integer("num_epochs", None, "default: 12; with --datadir 2", lower_
 script.DEFINE_number("lr", None, "learning rate; default: 0.02; with --datadir 0.01", "(0, inf)")
 script.DEFINE_number("momentum", 0.5, "momentum of SGD", "[0, 1)")
 flags.DEFINE_bool("drop_last", True, "leave out the last batch of an epoch if it is smaller")
-flags.DEFINE_string("ckpt_prefix", "runs/mnist/ckpt", "folder of the checkpoints, shared by all")
+flags.DEFINE_string("ckpt_dir", "runs/mnist/ckpt", "folder of the checkpoints, shared by all")
+flags.DEFINE_alias("ckpt_prefix", "ckpt_dir")
 flags.DEFINE_bool("fake_data", False, "train on random images")
 flags.DEFINE_string("datadir", None, "MNIST in torchvision's layout, downloaded if missing")
 script.require("datadir", bool, "is empty; give a folder")
@@ -75,7 +75,7 @@ def main(options: SimpleNamespace) -> None:
         script.fill_in(options, lr=0.01, num_epochs=2)
     else:
         script.fill_in(options, lr=0.02, num_epochs=12)
-    checkpoints.prepare_folder(options, "ckpt_prefix")
+    checkpoints.prepare_folder(options)
     if options.datadir:
         digits.prepare(options.datadir)
 
@@ -108,19 +108,24 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
         options.batch_size,
     )
 
-    # Model and optimizer. The optimizer gets this rank's shards; it needs no other learning rate.
-    model = copy.deepcopy(network)  # ranks may be threads, which share the argument
-    model = shard(model.to(torch_xla.device()), options)
+    # Model: its layers are wrapped one by one, then the rest.
+    model = copy.deepcopy(network).to(torch_xla.device())  # ranks may be threads, which share it
+    model = wrapping.shard(
+        model, options, ("conv1", "conv2", "fc1", "fc2"), blocks={nn.Conv2d, nn.Linear}
+    )
+
+    # Optimizer: it gets this rank's shards; it needs no other learning rate.
     optimizer = torch.optim.SGD(
         model.parameters(), lr=options.lr * world_size, momentum=options.momentum
     )
     evaluation.vary_by_rank(options.seed)
 
-    folder, state, described = options.ckpt_prefix, (model, optimizer, None), {"kind": "mnist"}
-    done, saved = checkpoints.resume(options, folder, state, described, batches)
+    state = checkpoints.TrainingState(model, optimizer, None, {"kind": "mnist"})
+    epochs_done, saved = checkpoints.resume(options, state, batches)
+
     meters = Meters(options, batches, held_out)
     with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
-        for epoch in range(done + 1, options.num_epochs + 1):
+        for epoch in range(epochs_done + 1, options.num_epochs + 1):
             batches.sampler.set_epoch(epoch - 1)  # another order in each epoch
             meters.start_epoch(epoch)
             # The loop traces a step, which runs when the loader returns the next batch.
@@ -132,22 +137,20 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
                     optimizer.step()  # so there is nothing left to reduce
                     meters.step(loss, optimizer)
                     if preempted():  # the machine is preempted: --resume continues from here
-                        checkpoints.save_and_exit(
-                            preempted, options, folder, state, described, meters
-                        )
+                        checkpoints.save_and_exit(preempted, options, state, meters)
             meters.end_epoch()
 
             evaluation.average_batch_statistics(model)
             meters.report(evaluation.count_correct(model, held_out, options.prefetch))
             saved = xla_fsdp.save_checkpoint(
-                folder,
+                options.ckpt_dir,
                 model,
                 optimizer,
                 step=epoch,
-                extra={"network": described},
+                extra={"network": state.network},
                 keep_last=options.keep_ckpts,
             )
-    if done == options.num_epochs:  # an earlier run ended after the last epoch
+    if epochs_done == options.num_epochs:  # an earlier run ended after the last epoch
         correct = evaluation.count_correct(model, held_out, options.prefetch)
         meters.report_finished_run(saved, correct)
 
@@ -155,31 +158,8 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
     if rank == 0:
         datadir = options.datadir and os.path.abspath(options.datadir)
         data = {"kind": "mnist", "datadir": datadir, "fake": options.fake_data}
-        joined = closing.consolidate(options, saved, described, data)
+        joined = closing.consolidate(options, saved, state.network, data)
         closing.summarize("MNIST network, fully sharded", options, meters, saved, joined)
-
-
-def shard(model: nn.Module, options: SimpleNamespace) -> nn.Module:
-    """Wraps layers of the model, and then the model, as the flags or --settings say."""
-    arguments = wrapping.arguments(options)
-    layers = {nn.Conv2d, nn.Linear}
-    if options.sharding:  # from the file of --settings
-        with tuning.applied(options):
-            return options.sharding.wrap(model, layers, **arguments)
-
-    fsdp = partial(xla_fsdp.XlaFullyShardedDataParallel, **arguments)
-
-    def wrap(layer: nn.Module, **forwarded: object) -> nn.Module:
-        """Wraps a unit: its parameters are gathered, used, and freed before the next unit's."""
-        if options.use_gradient_checkpointing:
-            layer = xla_fsdp.checkpoint_module(layer)
-        return fsdp(layer, **forwarded)
-
-    policy = wrapping.policy(options, model, layers)
-    if options.use_nested_fsdp:
-        for name in ("conv1", "conv2", "fc1", "fc2"):
-            setattr(model, name, wrap(getattr(model, name)))
-    return fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)
 
 
 if __name__ == "__main__":

@@ -95,88 +95,13 @@ def set_defaults(options: SimpleNamespace, data: Source) -> None:
     fill_in(options, num_classes=data.num_classes)
     exclude(options, "scan_blocks", *NO_LOOP)
     fill_in(options, scan_blocks=not given(options, *NO_LOOP))
-    of_units = given(options, "noshard_on_cpu", "no_reshard_after_forward", "flatten_parameters")
-    if options.run_without_fsdp and of_units:
-        raise Stop(f"--run_without_fsdp wraps nothing, so it excludes {of_units[0]}", code=2)
-
-
-def train(index: int, options: SimpleNamespace, data: Source, sizes: dict, parameters: int) -> None:
-    """Trains the model; each rank runs this function."""
-    import torch_xla  # not at the top of the file: launch must set up the runtime first
-    import torch_xla.core.xla_model as xm
-    import torch_xla.runtime as xr
-
-    if not options.plan:
-        copies = xr.world_size() if options.run_without_fsdp else 1
-        require_for_training(parameters * copies, "--embed_dim or --num_blocks")
-    batch_size = batch_size_of_rank(options, xr.world_size())
-    batches, held_out = data.batches(options, batch_size, batch_size, "bicubic")
-
-    torch.manual_seed(options.seed)  # the same weights on every rank
-    with tuning.applied(options):
-        model = build(options, sizes, torch_xla.device())
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.lr, weight_decay=options.weight_decay
+    exclude(
+        options,
+        "run_without_fsdp",
+        "noshard_on_cpu",
+        "no_reshard_after_forward",
+        "flatten_parameters",
     )
-    factor = partial(
-        schedules.half_cosine,
-        warmup=options.warmup_steps,
-        total=len(batches) * options.num_epochs,
-    )
-    scheduler = LambdaLR(optimizer, factor)
-    evaluation.vary_by_rank(options.seed)
-
-    network, state = {"kind": "vit", **sizes}, (model, optimizer, scheduler)
-    done, saved = checkpoints.resume(options, options.ckpt_dir, state, network, batches)
-    meters = Meters(options, batches, held_out)
-    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
-        for epoch in range(done + 1, options.num_epochs + 1):
-            batches.sampler.set_epoch(epoch - 1)  # another order in each epoch
-            meters.start_epoch(epoch)
-            with on_device(batches, options.prefetch) as loader:
-                for images, labels in loader:  # the next batch runs the step
-                    loss = F.cross_entropy(model(images).float(), labels)
-                    loss.backward()  # also averages the gradients over the ranks
-                    if options.run_without_fsdp:
-                        xm.reduce_gradients(optimizer)
-                    if options.clip_grad_norm and options.run_without_fsdp:
-                        nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad_norm)
-                    elif options.clip_grad_norm:
-                        model.clip_grad_norm_(options.clip_grad_norm)
-                    optimizer.step()
-                    meters.step(loss, optimizer)
-                    scheduler.step()
-                    optimizer.zero_grad()
-                    if preempted():  # the machine is preempted: --resume continues from here
-                        checkpoints.save_and_exit(
-                            preempted, options, options.ckpt_dir, state, network, meters
-                        )
-            meters.end_epoch()
-
-            is_last, correct = epoch == options.num_epochs, None
-            if is_last or epoch % options.test_epoch_interval == 0:
-                correct = evaluation.count_correct(model, held_out, options.prefetch)
-            meters.report(correct)
-
-            if is_last or epoch % options.ckpt_epoch_interval == 0:
-                saved = xla_fsdp.save_checkpoint(
-                    options.ckpt_dir,
-                    model,
-                    optimizer,
-                    scheduler,
-                    step=epoch,
-                    extra={"network": network},
-                    keep_last=options.keep_ckpts,
-                )
-    if done == options.num_epochs:  # an earlier run ended after the last epoch
-        correct = evaluation.count_correct(model, held_out, options.prefetch)
-        meters.report_finished_run(saved, correct)
-
-    # Join the shards into one model, whose accuracy in plain torch must be the same.
-    if meters.rank == 0:
-        read = data.describe(options.image_size, "bicubic")
-        joined = closing.consolidate(options, saved, network, read)
-        closing.summarize("Vision transformer, fully sharded", options, meters, saved, joined)
 
 
 def batch_size_of_rank(options: SimpleNamespace, world_size: int) -> int:
@@ -184,8 +109,11 @@ def batch_size_of_rank(options: SimpleNamespace, world_size: int) -> int:
     if options.sharding and options.sharding.batch:
         return options.batch_size
     if options.batch_size % world_size:
-        total = f"--batch_size={options.batch_size} must be a multiple of the number of ranks"
-        raise Stop(f"{total}, {world_size}", code=2)
+        raise Stop(
+            f"--batch_size={options.batch_size} must be a multiple of the number of ranks, "
+            f"{world_size}",
+            code=2,
+        )
     return options.batch_size // world_size
 
 
@@ -222,6 +150,85 @@ def build(options: SimpleNamespace, sizes: dict, device: torch.device) -> nn.Mod
     if options.sharding:
         return options.sharding.wrap_root(model, compute_dtype=compute_dtype)
     return model.to(device) if options.run_without_fsdp else wrap(model)
+
+
+def train(index: int, options: SimpleNamespace, data: Source, sizes: dict, parameters: int) -> None:
+    """Trains the model; each rank runs this function."""
+    import torch_xla  # not at the top of the file: launch must set up the runtime first
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    if not options.plan:
+        copies = xr.world_size() if options.run_without_fsdp else 1
+        require_for_training(parameters * copies, "--embed_dim or --num_blocks")
+    batch_size = batch_size_of_rank(options, xr.world_size())
+    batches, held_out = data.batches(options, batch_size, batch_size, "bicubic")
+
+    torch.manual_seed(options.seed)  # the same weights on every rank
+    with tuning.applied(options):
+        model = build(options, sizes, torch_xla.device())
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.lr, weight_decay=options.weight_decay
+    )
+    factor = partial(
+        schedules.half_cosine,
+        warmup=options.warmup_steps,
+        total=len(batches) * options.num_epochs,
+    )
+    scheduler = LambdaLR(optimizer, factor)
+    evaluation.vary_by_rank(options.seed)
+
+    network = {"kind": "vit", **sizes}
+    state = checkpoints.TrainingState(model, optimizer, scheduler, network)
+    epochs_done, saved = checkpoints.resume(options, state, batches)
+    meters = Meters(options, batches, held_out)
+    with meters, xla_fsdp.Preemption(options.preemption_grace) as preempted:
+        for epoch in range(epochs_done + 1, options.num_epochs + 1):
+            batches.sampler.set_epoch(epoch - 1)  # another order in each epoch
+            meters.start_epoch(epoch)
+            with on_device(batches, options.prefetch) as loader:
+                for images, labels in loader:  # the next batch runs the step
+                    loss = F.cross_entropy(model(images).float(), labels)
+                    loss.backward()  # also averages the gradients over the ranks
+                    if options.run_without_fsdp:
+                        xm.reduce_gradients(optimizer)
+                    if options.clip_grad_norm and options.run_without_fsdp:
+                        nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad_norm)
+                    elif options.clip_grad_norm:
+                        model.clip_grad_norm_(options.clip_grad_norm)
+                    optimizer.step()
+                    meters.step(loss, optimizer)
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    if preempted():  # the machine is preempted: --resume continues from here
+                        checkpoints.save_and_exit(preempted, options, state, meters)
+            meters.end_epoch()
+
+            is_last = epoch == options.num_epochs
+            correct = None
+            if is_last or epoch % options.test_epoch_interval == 0:
+                correct = evaluation.count_correct(model, held_out, options.prefetch)
+            meters.report(correct)
+
+            if is_last or epoch % options.ckpt_epoch_interval == 0:
+                saved = xla_fsdp.save_checkpoint(
+                    options.ckpt_dir,
+                    model,
+                    optimizer,
+                    scheduler,
+                    step=epoch,
+                    extra={"network": network},
+                    keep_last=options.keep_ckpts,
+                )
+    if epochs_done == options.num_epochs:  # an earlier run ended after the last epoch
+        correct = evaluation.count_correct(model, held_out, options.prefetch)
+        meters.report_finished_run(saved, correct)
+
+    # Join the shards into one model, whose accuracy in plain torch must be the same.
+    if meters.rank == 0:
+        images = data.describe(options.image_size, "bicubic")
+        joined = closing.consolidate(options, saved, network, images)
+        closing.summarize("Vision transformer, fully sharded", options, meters, saved, joined)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Flags for the sharding of a network, and the arguments of the wrapper for them."""
+"""Flags for the sharding of a network, and the wrapping that they choose."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from absl import flags
+from common import tuning
 from common.script import Stop
 from torch import nn
 
@@ -22,9 +22,8 @@ flags.DEFINE_bool("shard_param_on_dim_0", False, "shard along dimension 0, keepi
 flags.DEFINE_bool("fp32_reduce_scatter", False, "reduce gradients in float32")
 flags.DEFINE_enum("compute_dtype", "float32", DTYPES, "narrow ones are slow on CPU")
 
-
 # Flags that exclude settings, which also choose these options: see common/tuning.py.
-SHARDING = "use_nested_fsdp auto_wrap_policy use_gradient_checkpointing".split()
+SHARDING = ("use_nested_fsdp", "auto_wrap_policy", "use_gradient_checkpointing")
 
 
 def set_defaults(options: SimpleNamespace) -> None:
@@ -35,23 +34,45 @@ def set_defaults(options: SimpleNamespace) -> None:
         raise Stop("--use_nested_fsdp excludes --auto_wrap_policy", code=2)
 
 
-def arguments(options: SimpleNamespace) -> dict[str, Any]:
-    """The arguments of ``XlaFullyShardedDataParallel``."""
-    names = ("fp32_reduce_scatter", "flatten_parameters", "shard_param_on_dim_0")
-    given = {name: getattr(options, name) for name in names}
-    return {"compute_dtype": getattr(torch, options.compute_dtype), **given}
+def shard(
+    model: nn.Module,
+    options: SimpleNamespace,
+    children: Iterable[str],
+    blocks: Collection[type[nn.Module]],
+) -> nn.Module:
+    """Wraps parts of the model, and then the model, as the flags or --settings say.
 
+    ``children``: the names of those that --use_nested_fsdp wraps; ``blocks``: the classes of those
+    that --auto_wrap_policy=type_based wraps.
+    """
+    fsdp = partial(
+        xla_fsdp.XlaFullyShardedDataParallel,
+        compute_dtype=getattr(torch, options.compute_dtype),
+        fp32_reduce_scatter=options.fp32_reduce_scatter,
+        flatten_parameters=options.flatten_parameters,
+        shard_param_on_dim_0=options.shard_param_on_dim_0,
+    )
+    blocks = {type(module) for module in model.modules()}.intersection(blocks)
+    if options.sharding:  # from the file of --settings
+        with tuning.applied(options):
+            return options.sharding.wrap(model, blocks or None, **fsdp.keywords)
 
-def policy(
-    options: SimpleNamespace, network: nn.Module, blocks: Collection[type[nn.Module]]
-) -> Callable | None:
-    """The ``auto_wrap_policy`` of the wrapper; ``blocks``: the classes that type_based wraps."""
-    if options.auto_wrap_policy == "none":
-        return None
-    if options.auto_wrap_policy == "size_based":
-        least = options.auto_wrap_min_num_params
-        return partial(xla_fsdp.size_based_auto_wrap_policy, min_num_params=least)
-    if not any(isinstance(module, tuple(blocks)) for module in network.modules()):
-        knows = "supports no block of this model; use size_based"
-        raise Stop(f"--auto_wrap_policy=type_based {knows}", code=2)
-    return partial(xla_fsdp.transformer_auto_wrap_policy, transformer_layer_cls=blocks)
+    def wrap(layer: nn.Module, **forwarded: object) -> nn.Module:
+        """Wraps a unit: its parameters are gathered, used, and freed before the next unit's."""
+        if options.use_gradient_checkpointing:
+            layer = xla_fsdp.checkpoint_module(layer)
+        return fsdp(layer, **forwarded)
+
+    policy = None
+    if options.use_nested_fsdp:
+        for name in children:
+            setattr(model, name, wrap(getattr(model, name)))
+    elif options.auto_wrap_policy == "size_based":
+        policy = partial(
+            xla_fsdp.size_based_auto_wrap_policy, min_num_params=options.auto_wrap_min_num_params
+        )
+    elif options.auto_wrap_policy == "type_based":
+        if not blocks:
+            raise Stop("type_based supports no block of this model; use size_based", code=2)
+        policy = partial(xla_fsdp.transformer_auto_wrap_policy, transformer_layer_cls=blocks)
+    return fsdp(model, auto_wrap_policy=policy, auto_wrapper_callable=wrap)

@@ -4,8 +4,7 @@ import ast
 
 from conftest import ROOT
 
-# Looked up in torch 2.4.0 by hand. Before a name is added here:
-# python -m benchmarks.torch_versions 2.4.0
+# Looked up in torch 2.4.0 by hand. Before a name is added here, look it up there too.
 KNOWN = """
 Tensor UntypedStorage dtype strided empty equal frombuffer load
 bfloat16 float16 float32 float64 float8_e4m3fn float8_e5m2 complex64 bool

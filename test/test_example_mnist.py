@@ -77,7 +77,7 @@ def test_resumes_on_another_number_of_ranks(train, example, tmp_path):
     prepare = example.checkpoints.prepare_folder
     folder = tmp_path / "runs/mnist/ckpt"
     os.truncate(folder / "step-00000002/rank-00001-of-00003.safetensors", 100)
-    with pytest.raises(example.script.Stop, match="rank-00001.*; --resume_epoch=1 resumes") as stop:
+    with pytest.raises(example.script.Stop, match="rank-00001.*; --resume_epoch=N resumes") as stop:
         prepare(SimpleNamespace(plan=None, ckpt_dir=str(folder), resume=True, resume_epoch=0))
     assert stop.value.code == 2
     prepare(SimpleNamespace(plan=None, ckpt_dir=str(folder), resume=False, resume_epoch=1))
@@ -154,11 +154,11 @@ def test_ranks_that_can_not_be_had_are_refused(example, monkeypatch, device, cou
 @pytest.mark.parametrize(
     "spoil, words",
     [
-        (lambda raw, name: damage(raw / name[0], 2, 99), "not in the format of MNIST"),
-        (lambda raw, name: damage(raw / name[0], 2, 10), "not in the format of MNIST"),
+        (lambda raw, name: damage(raw / name[0], 2, 99), "a file is damaged"),
+        (lambda raw, name: damage(raw / name[0], 2, 10), "a file is damaged"),
         (lambda raw, name: damage(raw / name[0], 2, 9), "int8"),
-        (lambda raw, name: write_idx(raw / name[0], torch.zeros(5, 14, 14)), "5 x 14 x 14 images"),
-        (lambda raw, name: write_idx(raw / name[1], torch.zeros(4)), "and 4 labels"),
+        (lambda raw, name: write_idx(raw / name[0], torch.zeros(5, 14, 14)), "each 28 x 28 image"),
+        (lambda raw, name: write_idx(raw / name[1], torch.zeros(4)), "each 28 x 28 image"),
         (lambda raw, name: write_idx(raw / name[1], torch.full((5,), 10)), "from 0 to 9"),
     ],
     ids=["no type", "unused type", "other type", "size", "count", "label"],
@@ -209,10 +209,12 @@ def test_disagreement_is_an_error(example, monkeypatch, capsys, tmp_path):
 
 def test_resuming_asks_for_the_same_network(example, monkeypatch):
     checkpoints, network = example.checkpoints, {"kind": "vit", "num_heads": 4}
-    options = SimpleNamespace(plan=None, resume=True, resume_epoch=0, num_epochs=2)
+    options = SimpleNamespace(
+        plan=None, resume=True, resume_epoch=0, num_epochs=2, ckpt_dir="folder"
+    )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    state = (None, optimizer, None)
-    resume = partial(checkpoints.resume, options, "folder", state, network, [None] * 10)
+    state = checkpoints.TrainingState(None, optimizer, None, network)
+    resume = partial(checkpoints.resume, options, state, [None] * 10)
 
     def found(extra, step=1):
         loaded = SimpleNamespace(path="folder/it", step=step, extra=extra)

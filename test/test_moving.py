@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch_xla.runtime as xr
 from conftest import ROOT
+from moving_scripts import PAGES, scripts, torchrun, train
 
-from benchmarks.elsewhere import torchrun, train
-from benchmarks.torch_versions import PAGES, scripts
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import extras
 

@@ -12,7 +12,8 @@ from reports import make
 from benchmarks.peers import JAX, SPMD, plan_peer
 from benchmarks.peers.child import Request, lower
 from benchmarks.peers.sizes import AGAIN, REMATERIALISED, SCANNED, WAYS, Sizes
-from benchmarks.planned import FIGURES, OURS, TABLES, by_compiler, differences, page
+from benchmarks.planned import FIGURES, OURS, TABLES, differences, page
+from benchmarks.tables import by_compiler
 from benchmarks.workload_s import Network, step_of
 from xla_fsdp.planning.foreign import plan_partitioned
 from xla_fsdp.planning.program.flops import model_flops
@@ -210,7 +211,7 @@ def test_only_shardings_of_one_dimension_are_resized():
 def test_the_benchmark_has_a_row_for_every_slice_and_name():
     report = make()
     tables = {
-        kind: {where: dict.fromkeys(table.names, report) for where in (V3, "v6e-8")}
+        kind: {where: dict.fromkeys(table.plans, report) for where in (V3, "v6e-8")}
         for kind, table in TABLES.items()
     }
     lines = page(tables).splitlines()

@@ -143,7 +143,7 @@ def test_wrong_usage_is_one_line_and_code_2(arguments, message):
 
 
 def test_without_ray_it_says_what_to_install(ray_train, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    monkeypatch.setattr(ray_train, "ray", None)  # as if it were not installed
     assert ray_train.main(["--cpu_hosts=2", "--", "true"]) == 2
     said = capsys.readouterr().err
     assert said == "ray_train.py: Ray is not installed here; pip install 'ray>=2.9'\n"

@@ -2,11 +2,14 @@
 
 import os
 import re
-from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from absl import flags
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import xla_fsdp
@@ -22,151 +25,147 @@ DEFINE_number("preemption_grace", 25.0, "seconds from SIGTERM to the end, with c
 flags.DEFINE_integer("keep_ckpts", 2, "number of latest checkpoints to keep", lower_bound=1)
 
 
-def prepare_folder(options: SimpleNamespace, flag: str = "ckpt_dir") -> None:
+@dataclass
+class TrainingState:
+    """What a run saves and resumes: the objects with state, and a description of the network.
+
+    Networks can differ without different shapes, for example in their number of heads, so only a
+    checkpoint with the same description is loaded.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LambdaLR | None
+    network: dict[str, Any]
+
+
+def prepare_folder(options: SimpleNamespace) -> None:
     """Creates the folder of the checkpoints before the training; a plan needs none."""
-    folder, step = getattr(options, flag), options.resume_epoch or None
+    folder, step = options.ckpt_dir, options.resume_epoch or None
     if options.resume and step:
-        one = "give only one: --resume takes the latest checkpoint, --resume_epoch that of an epoch"
-        raise Stop(one, code=2)
+        raise Stop(
+            "give only one: --resume takes the latest checkpoint, --resume_epoch that of an epoch",
+            code=2,
+        )
     if options.plan:
         return
     if not folder:
-        raise Stop(f"--{flag} is empty; give a folder", code=2)
-    if "://" not in folder:  # fsspec opens URLs
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except (OSError, ValueError) as error:
-            raise Stop(f"--{flag}={folder}: {to_one_line(error)}: {folder}", code=2) from error
-        if not os.access(folder, os.W_OK):
-            raise Stop(f"--{flag}={folder}: {folder} is not writable", code=2)
+        raise Stop("--ckpt_dir is empty; give a folder", code=2)
     try:
+        if "://" not in folder:  # fsspec opens URLs
+            os.makedirs(folder, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise Stop(f"--ckpt_dir={folder} is not writable", code=2)
         # With --resume_epoch a damaged newer checkpoint does not matter.
         found = xla_fsdp.latest_checkpoint(folder, step)
-    except (CheckpointError, OSError, ImportError, ValueError) as error:
-        older = "" if step or not isinstance(error, CheckpointError) else _another(folder)
-        raise Stop(f"--{flag}={folder}: {to_one_line(error, None)}{older}", 2) from error
+    except CheckpointError as error:
+        older = "; --resume_epoch=N resumes from an older checkpoint" if options.resume else ""
+        message = f"--ckpt_dir={folder}: {to_one_line(error, None)}{older}"
+        raise Stop(message, code=2) from error
+    except (OSError, ImportError, ValueError) as error:
+        raise Stop(f"--ckpt_dir={folder}: {to_one_line(error)}", code=2) from error
     if step and not found:
         raise Stop(f"{folder} has no complete checkpoint of --resume_epoch={step}", code=2)
     if found and not (options.resume or step):
-        there = f"{found} exists from an earlier run"
-        raise Stop(f"{there}; give --resume, or another --{flag}", code=2)
-
-
-def resume(
-    options: SimpleNamespace,
-    folder: str,
-    state: tuple[Any, Any, Any],
-    network: dict[str, Any],
-    batches: DataLoader,
-) -> tuple[int, str]:
-    """Calls :func:`load`; returns the number of finished epochs, and the checkpoint.
-
-    If :func:`save_and_exit` saved within an epoch, ``batches`` has only the rest of this epoch.
-    """
-
-    def steps_done(found: "xla_fsdp.LoadedCheckpoint") -> int:
-        return found.step * len(batches) + _steps_begun(found.extra, batches)
-
-    found = load(options, folder, state, network, options.num_epochs, steps_done)
-    if found is None:
-        return 0, ""
-    done, begun = found.step, _steps_begun(found.extra, batches)
-    if begun == len(batches):
-        done += 1
-    elif begun:
-        batches.sampler.begun = (done, begun * batches.batch_size)
-    return done, found.path
+        raise Stop(
+            f"{found} exists from an earlier run; give --resume, or another --ckpt_dir", code=2
+        )
 
 
 def load(
-    options: SimpleNamespace,
-    folder: str,
-    state: tuple[Any, Any, Any],
-    network: dict[str, Any],
-    last: int,
-    steps_done: Callable[["xla_fsdp.LoadedCheckpoint"], int] = lambda found: found.step,
+    options: SimpleNamespace, state: TrainingState, last: int, batches: DataLoader | None = None
 ) -> "xla_fsdp.LoadedCheckpoint | None":
-    """Loads the checkpoint that the flags select into ``state``: model, optimizer and scheduler.
+    """Loads the checkpoint that the flags select into ``state``; returns None if there is none.
 
-    ``network`` must equal the saved ``extra={"network": ...}``, because networks can differ without
-    different shapes, for example in their number of heads. Learning rate and schedule are those of
-    the current flags, after ``steps_done`` steps. The checkpoint must not be beyond ``last``.
+    Learning rate and schedule are those of the current flags. The checkpoint must not be beyond
+    ``last``, an update, or an epoch of ``batches``.
     """
-    step = options.resume_epoch
+    step = options.resume_epoch or None
     if options.plan or not (options.resume or step):
         return None
-    given = schedules.settings(state[1])
+    settings = schedules.settings(state.optimizer)
     try:
-        found = xla_fsdp.load_checkpoint(folder, *state, missing_ok=not step, step=step or None)
+        loaded = xla_fsdp.load_checkpoint(
+            options.ckpt_dir,
+            state.model,
+            state.optimizer,
+            state.scheduler,
+            missing_ok=step is None,
+            step=step,
+        )
     except CheckpointError as error:
         # An error of another rank begins with that rank and the class of the error.
-        told = re.sub(r"^rank \d+ could not [^:]*: \w+: ", "", str(error))
-        raise Stop(told, code=2) from error
-    if found is None:
+        raise Stop(re.sub(r"^rank \d+ could not [^:]*: \w+: ", "", str(error)), code=2) from error
+    if loaded is None:
         return None
-    saved = found.extra.get("network") if isinstance(found.extra, dict) else None
-    for name in sorted(saved.keys() | network.keys()) if isinstance(saved, dict) else ():
-        if saved.get(name) != network.get(name):
-            other = f"another network: its {name} is {saved.get(name)}, not {network.get(name)}"
-            same = "use the same value, or another folder"
-            raise Stop(f"{found.path} is of {other}; {same}", code=2)
-    if found.step > last:
-        done = f"{found.path} is at {found.step} already"
-        raise Stop(f"{done}, so there is nothing to train up to {last}", code=2)
-    schedules.resume(*state[1:], given, steps_done(found))
-    return found
+    saved = (loaded.extra or {}).get("network", state.network)
+    for name in sorted(saved.keys() | state.network.keys()):
+        if saved.get(name) != state.network.get(name):
+            raise Stop(
+                f"{loaded.path} is of another network: its {name} is {saved.get(name)}, not "
+                f"{state.network.get(name)}; use the same value, or another folder",
+                code=2,
+            )
+    if loaded.step > last:
+        raise Stop(
+            f"{loaded.path} is at {loaded.step} already, so there is nothing to train up to {last}",
+            code=2,
+        )
+    steps = loaded.step
+    if batches is not None:
+        steps = loaded.step * len(batches) + _steps_begun(loaded, batches)
+    schedules.resume(state.optimizer, state.scheduler, settings, steps)
+    return loaded
+
+
+def resume(options: SimpleNamespace, state: TrainingState, batches: DataLoader) -> tuple[int, str]:
+    """Calls :func:`load`; returns the number of finished epochs, and the path of the checkpoint.
+
+    If :func:`save_and_exit` saved within an epoch, ``batches`` has only the rest of this epoch.
+    """
+    loaded = load(options, state, options.num_epochs, batches)
+    if loaded is None:
+        return 0, ""
+    steps = _steps_begun(loaded, batches)
+    if steps == len(batches):
+        return loaded.step + 1, loaded.path
+    if steps:
+        batches.sampler.skip(loaded.step, steps * batches.batch_size)
+    return loaded.step, loaded.path
+
+
+def _steps_begun(loaded: "xla_fsdp.LoadedCheckpoint", batches: DataLoader) -> int:
+    """The number of finished steps of the epoch that was saved unfinished.
+
+    With another number of ranks or another batch size, some images may be repeated.
+    """
+    images = (loaded.extra or {}).get("images", 0)
+    if not images:
+        return 0
+    return min(images // (batches.batch_size * batches.sampler.num_replicas), len(batches))
 
 
 def save_and_exit(
     preempted: "xla_fsdp.Preemption",
     options: SimpleNamespace,
-    folder: str,
-    state: tuple[Any, Any, Any],
-    network: dict[str, Any],
+    state: TrainingState,
     meters: Meters,
 ) -> NoReturn:
     """Saves a run that must end within an epoch, and ends the rank with exit code 75.
 
-    The checkpoint replaces that of the epoch before, and has the number of steps of this epoch.
+    The checkpoint replaces that of the epoch before, and has the number of images of this epoch.
     """
     import torch_xla
 
     torch_xla.sync()  # runs the step alone: together with the save it would be compiled again
-    evaluation.average_batch_statistics(state[0])
+    evaluation.average_batch_statistics(state.model)
     xla_fsdp.save_checkpoint(
-        folder,
-        *state,
+        options.ckpt_dir,
+        state.model,
+        state.optimizer,
+        state.scheduler,
         step=meters.epoch - 1,
-        extra={"network": network, "images": meters.images_done},
+        extra={"network": state.network, "images": meters.images_done},
         keep_last=options.keep_ckpts,
     )
     preempted.exit()
-
-
-def _steps_begun(extra: Any, batches: DataLoader) -> int:
-    """The number of finished steps of the epoch that was saved unfinished.
-
-    With another number of ranks or another batch size, some images may be repeated.
-    """
-    images = extra.get("images", 0) if isinstance(extra, dict) else 0
-    if not images:
-        return 0
-    step = batches.batch_size * batches.sampler.num_replicas
-    return min(images // step, len(batches))
-
-
-def _another(folder: str) -> str:
-    """A remedy for a damaged newest checkpoint: the newest one that seems complete."""
-    from xla_fsdp.consolidate.format import folders, store
-
-    try:
-        places = folders.list_folders(*store.open_store(folder))
-    except CheckpointError:  # the folder itself cannot be read
-        return ""
-    for place in reversed(places):
-        try:
-            if xla_fsdp.latest_checkpoint(folder, step=place.step):
-                return f"; --resume_epoch={place.step} resumes from the newest complete one"
-        except CheckpointError:
-            pass
-    return ""

@@ -65,12 +65,11 @@ def summarize(
     meters: Any,
     saved: str,
     folder: str | None,
-    others: dict[str, str] | None = None,
 ) -> None:
     """Evaluates the consolidated model in ``folder`` in plain torch, and prints a table.
 
     ``meters`` are ``Meters`` or ``Updates``, which compare this result with that of the sharded
-    model; the results must agree. ``others``: further rows.
+    model; the results must agree.
     """
     parameters = count_parameters(saved)
     rows = {meters.UNIT: str(meters.length), "parameters": f"{parameters:,}"}
@@ -80,24 +79,23 @@ def summarize(
         rows["final training loss"] = f"{meters.loss:.4f}"
     rows["checkpoint"] = saved
     if "://" in saved:
-        command = "python -m xla_fsdp.consolidate --ckpt_prefix"
-        rows["to consolidate"] = f"{command} {saved} --save_path model"
-    else:
-        rows["size, each rank"] = _sizes(saved)
-    rows |= (others or {}) | {f"{meters.RESULT}, sharded": meters.result}
-    same, two = True, ""
+        command = f"python -m xla_fsdp.consolidate --ckpt_prefix {saved} --save_path model"
+        rows["to consolidate"] = command
+    rows[f"{meters.RESULT}, sharded"] = meters.result
+    difference = ""
     if folder:
         size = sum(file.stat().st_size for file in Path(folder, "weights").iterdir())
         rows["consolidated"] = f"{folder} ({size / 1024:,.0f} KiB)"
-        read = json.loads(Path(folder, "network.json").read_text()).get("images", {})
-        fake = read.get("kind") == "folders" and read["datadir"] is None  # images without a folder
+        images = json.loads(Path(folder, "network.json").read_text()).get("images", {})
+        fake = images.get("kind") == "folders" and images["datadir"] is None
         if fake or parameters * meters.samples > EVALUATED:
             command = f"python examples/evaluate.py {folder}"
             rows["in plain torch"] = f"{command} --datadir=DIR" if fake else command
         else:
             dtype = getattr(options, "compute_dtype", "float32")
-            found, same, two = meters.compare(evaluate_in_plain_torch(folder), dtype)
-            rows |= {f"{meters.RESULT}, plain torch": found, "agree": "yes" if same else "no"}
+            result, difference = meters.compare(evaluate_in_plain_torch(folder), dtype)
+            rows[f"{meters.RESULT}, plain torch"] = result
+            rows["agree"] = "no" if difference else "yes"
     table = Table(title=title, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -105,8 +103,8 @@ def summarize(
         table.add_row(*row)
     width = None if sys.stdout.isatty() else 100
     Console(file=sys.stdout, width=width).print(table, highlight=False)
-    if not same:
-        raise Stop(f"{two}, so the checkpoint differs from the trained model")
+    if difference:
+        raise Stop(f"{difference}, so the checkpoint differs from the trained model")
 
 
 def count_parameters(saved: str) -> int:
@@ -119,17 +117,8 @@ def count_parameters(saved: str) -> int:
 def _programs(cache: str) -> str:
     """The numbers of programs that were compiled, and loaded from the cache."""
     compiled, cached = xla_fsdp.compilation_counts()
-    home = os.path.expanduser("~") + os.sep
-    cache = os.path.join("~", cache[len(home) :]) if cache.startswith(home) else cache
-    return f"{compiled} compiled" + (f", {cached} from the cache in {cache}" * (cache != "none"))
-
-
-def _sizes(saved: str) -> str:
-    """The sizes of the ranks' files; if there are many, only the range."""
-    sizes = [file.stat().st_size / 1024 for file in sorted(Path(saved).glob("rank-*"))]
-    if len(sizes) > 8:
-        return f"{min(sizes):,.0f} to {max(sizes):,.0f} KiB, {len(sizes)} files"
-    return ", ".join(f"{size:,.0f} KiB" for size in sizes)
+    from_cache = "" if cache == "none" else f", {cached} from the cache in {cache}"
+    return f"{compiled} compiled{from_cache}"
 
 
 def _run(command: list[str], what: str) -> str:

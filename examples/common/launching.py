@@ -13,21 +13,22 @@ from xla_fsdp.compiler_options import RefusedOptionError
 
 from .script import Stop, require, to_one_line
 
-PLAN = "plan this run for a TPU slice, e.g. v3-8, v4-128 or v5e:2x4, instead of running it; "
-PLAN += "needs no TPU. Exit code 0 if it fits into memory, 3 if it does not"
-REFUSALS = (
-    *(xla_fsdp.CalibrationError, xla_fsdp.MissingExtraError, xla_fsdp.UnknownTopologyError),
-    *(xla_fsdp.UnusableCompilerError, RefusedOptionError),
-)
-CACHE = "store compiled programs in this folder, so that the next start need not compile"
 flags.DEFINE_integer("num_devices", None, "number of ranks; default: 4 on CPU, all on TPU", 1, 8)
-flags.DEFINE_string("plan", None, PLAN)
+flags.DEFINE_string(
+    "plan",
+    None,
+    "plan this run for a TPU slice, e.g. v3-8, v4-128 or v5e:2x4, instead of running it; needs no "
+    "TPU. Exit code 0 if it fits into memory, 3 if it does not",
+)
 flags.DEFINE_multi_string(
     "plan_report", [], "write the plan to a .json, .png or .html file; repeatable"
 )
-CALIBRATION = "for a plan: a file with the chip's figures, written by preflight --measure"
-flags.DEFINE_string("calibration", None, CALIBRATION)
-flags.DEFINE_string("compilation_cache", "none", CACHE)
+flags.DEFINE_string(
+    "calibration", None, "for a plan: the chip's figures, a file written by preflight --measure"
+)
+flags.DEFINE_string(
+    "compilation_cache", "none", "folder for compiled programs, so that the next start is quick"
+)
 require("plan", bool, "must name a slice, such as v3-8")
 require(
     "calibration",
@@ -58,9 +59,10 @@ def launch_or_plan(train: Callable, args: tuple, title: str) -> None:
     device = os.environ.get("PJRT_DEVICE")
     # None: launch uses a TPU if there is one, else the CPU. CUDA and NEURON need plugins.
     if device is not None and device.split("_")[0] not in ("CPU", "TPU", "CUDA", "NEURON"):
-        ranks = "is not supported; set it to TPU or CPU, or unset it"
-        raise Stop(f"PJRT_DEVICE={device} {ranks}", code=2)
-    _keep_programs(options)
+        raise Stop(
+            f"PJRT_DEVICE={device} is not supported; set it to TPU or CPU, or unset it", code=2
+        )
+    _enable_compilation_cache(options)
     try:
         xla_fsdp.launch(train, args, options.num_devices)
     except ValueError as error:
@@ -80,11 +82,18 @@ def refusals(flag: str, options: SimpleNamespace) -> Iterator[None]:
         raise Stop(f"--calibration={options.calibration}: {to_one_line(error)}", code=2) from error
     try:
         yield
-    except REFUSALS as error:
+    except (
+        RefusedOptionError,
+        xla_fsdp.CalibrationError,
+        xla_fsdp.MissingExtraError,
+        xla_fsdp.UnknownTopologyError,
+        xla_fsdp.UnusableCompilerError,
+    ) as error:
         raise Stop(f"{flag}: {error}", code=2) from error
     except xla_fsdp.CompileError as error:
-        message = str(error).splitlines()[0]
-        raise Stop(f"{flag}: {message} (options go into LIBTPU_INIT_ARGS)") from error
+        raise Stop(
+            f"{flag}: {str(error).splitlines()[0]} (options go into LIBTPU_INIT_ARGS)"
+        ) from error
 
 
 def call_as_rank(train: Callable, *args: object) -> None:
@@ -97,11 +106,8 @@ def call_as_rank(train: Callable, *args: object) -> None:
 def _plan(train: Callable, args: tuple, title: str) -> None:
     options: SimpleNamespace = args[0]
     for path in options.plan_report:
-        parent = os.path.dirname(path) or "."
-        there = os.path.isdir(parent) and os.access(parent, os.W_OK)
-        if not there or os.path.isdir(path) or "\0" in path:
-            wrong = "this file cannot be written; give a file name in a writable folder"
-            raise Stop(f"--plan_report={path}: {wrong}", code=2)
+        if not os.access(os.path.dirname(path) or ".", os.W_OK):
+            raise Stop(f"--plan_report={path}: its folder does not exist or is read-only", code=2)
 
     with refusals("--plan", options):
         report = xla_fsdp.plan(
@@ -120,14 +126,17 @@ def _plan(train: Callable, args: tuple, title: str) -> None:
         raise Stop(report.verdict, code=3)
 
 
-def _keep_programs(options: SimpleNamespace) -> None:
+def _enable_compilation_cache(options: SimpleNamespace) -> None:
     """Sets ``options.compilation_cache`` to the folder of the cache, or leaves "none"."""
     folder = options.compilation_cache
     if folder == "none":
         return
     if options.profile_steps:
-        both = "--profile_steps: programs in the cache may have been compiled without names"
-        raise Stop(f"--compilation_cache={folder} excludes {both}", code=2)
+        raise Stop(
+            f"--compilation_cache={folder} excludes --profile_steps: programs in the cache may "
+            "have been compiled without names",
+            code=2,
+        )
     try:
         options.compilation_cache = str(xla_fsdp.enable_compilation_cache(folder))
     except (OSError, ValueError, NotImplementedError) as error:

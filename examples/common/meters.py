@@ -56,8 +56,9 @@ class RunOutput:
             try:
                 self._writer = SummaryWriter(options.logdir)
             except (OSError, ValueError, ImportError) as error:
-                wrong = f"{to_one_line(error)}; give another folder"
-                raise Stop(f"--logdir={options.logdir}: {wrong}", code=2) from error
+                raise Stop(
+                    f"--logdir={options.logdir}: {to_one_line(error)}; give another folder", code=2
+                ) from error
 
     def _start_bar(self, text: str, total: int, status: str, done: int = 0) -> None:
         if self._shows and self._console.is_terminal:
@@ -188,16 +189,20 @@ class Meters(RunOutput):
     def result(self) -> str:
         return f"{self.correct / self.images:.2%} ({self.correct} of {self.images})"
 
-    def compare(self, again: dict[str, Any], dtype: str) -> tuple[str, bool, str]:
-        """Returns the result of plain torch, whether it agrees, and a text with both results.
+    def compare(self, again: dict[str, Any], dtype: str) -> tuple[str, str]:
+        """Returns the result of plain torch, and the difference if the results do not agree.
 
         XLA and torch sum in different orders, so they may disagree on an image with two almost
         equal logits: on one in 2000, or on one in 50 if the sharded model has a narrow ``dtype``.
         """
-        mine, right, images = self.correct, again["correct"], self.images
-        same = abs(right - mine) <= max(1, images // (2000 if dtype == "float32" else 50))
-        two = f"the sharded model got {mine} of {images} right, the consolidated one {right}"
-        return f"{again['accuracy']:.2%} ({right} of {images})", same, two
+        correct, images = again["correct"], self.images
+        difference = ""
+        if abs(correct - self.correct) > max(1, images // (2000 if dtype == "float32" else 50)):
+            difference = (
+                f"the sharded model got {self.correct} of {images} right, the consolidated one "
+                f"{correct}"
+            )
+        return f"{again['accuracy']:.2%} ({correct} of {images})", difference
 
     def report_finished_run(self, saved: str, correct: int) -> None:
         """Reports that an earlier run finished the last epoch, which is only evaluated."""

@@ -14,16 +14,22 @@ from .launching import call_as_rank, launch_or_plan, refusals
 from .script import Stop, exclude, require, to_one_line
 
 NOT_TUNED = ("stream", "lora_rank")
-TUNE = "search the fastest sharding of this run on a TPU slice, e.g. v3-8, instead of running it; "
-TUNE += "needs no TPU. Exit code 0 if a sharding fits into memory, 3 if none does"
-flags.DEFINE_string("tune", None, TUNE)
+flags.DEFINE_string(
+    "tune",
+    None,
+    "search the fastest sharding of this run on a TPU slice, e.g. v3-8, instead of running it; "
+    "needs no TPU. Exit code 0 if a sharding fits into memory, 3 if none does",
+)
 flags.DEFINE_integer("tune_budget", 8, "maximum number of compilations of --tune", lower_bound=1)
 flags.DEFINE_list("tune_batch", [], "batch sizes of a device for --tune, e.g. 8,16,32")
 flags.DEFINE_string("settings", None, "file with the sharding settings; --tune writes it")
 require("tune", bool, "must name a slice, such as v3-8")
 require("settings", bool, "is empty; give a file")
-NUMBERS = "must be numbers from 1 on, separated by commas"
-require("tune_batch", lambda given: all(n.strip().isdecimal() and int(n) for n in given), NUMBERS)
+require(
+    "tune_batch",
+    lambda sizes: all(size.strip().isdecimal() and int(size) for size in sizes),
+    "must be numbers from 1 on, separated by commas",
+)
 
 
 def read_settings(options: SimpleNamespace, *others: str) -> bool:
@@ -79,7 +85,7 @@ def launch_plan_or_tune(train: Callable, args: tuple, title: str) -> None:
         chosen.batch_size = settings.batch or options.batch_size
         call_as_rank(train, chosen, *args[1:])
 
-    batch = [int(one) for one in options.tune_batch] or None
+    batch = [int(size) for size in options.tune_batch] or None
     # The flags determine the caller's own step, its batch too.
     baseline = None if batch else partial(call_as_rank, train, *args)
     with refusals("--tune", options):

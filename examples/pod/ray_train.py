@@ -25,17 +25,27 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
-from ray_host import LOST
+import ray_host
+from ray_host import LOST, Host, Polled
 
 from xla_fsdp.tpu.topology import resolve
 
-if TYPE_CHECKING:
-    from ray_actors import RayHosts
+try:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError:  # --dry_run needs none
+    ray = None
+else:
+    # Send the source of this module to the actors: their hosts need not have this folder.
+    ray.cloudpickle.register_pickle_by_value(ray_host)
+
+# Seconds without an answer after which a host counts as lost.
+SILENCE = 60.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,66 @@ class Plan:
         if not self.slice:
             return [{"CPU": 1}] * self.hosts
         return [{"CPU": 1, "TPU": self.chips, slice_name: 1}] * self.hosts
+
+
+class RayHosts:
+    """One actor on each host of a slice, which runs the plan's command; the context ends them."""
+
+    def __init__(self, plan: Plan) -> None:
+        name = _slice_name(plan.head_resource) if plan.slice else ""
+        self._group = placement_group(plan.bundles(name), strategy="STRICT_SPREAD")
+        print(f"ray_train.py: waiting for {plan.hosts} hosts {name}".rstrip(), flush=True)
+        ray.get(self._group.ready())
+        self._actors = [self._actor(plan, index) for index in range(plan.hosts)]
+
+    def _actor(self, plan: Plan, index: int) -> ray.actor.ActorHandle:
+        options = ray.remote(Host).options(
+            num_cpus=1,
+            resources={"TPU": plan.chips} if plan.chips else None,
+            max_concurrency=2,  # so that stop works while a poll waits
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+        )
+        return options.remote(plan.command, plan.environment | {"POD_HOST": str(index)}, plan.cwd)
+
+    def poll(self, indices: Sequence[int]) -> dict[int, Polled]:
+        """Polls every host; the code of a host that does not answer is ``LOST``."""
+        asked = {index: self._actors[index].poll.remote() for index in indices}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=SILENCE)
+        return {index: _answer(reference) for index, reference in asked.items()}
+
+    def stop(self, indices: Sequence[int]) -> None:
+        """Ends the command on these hosts, if they still answer."""
+        stopping = [self._actors[index].stop.remote() for index in indices]
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=SILENCE)
+
+    def __enter__(self) -> RayHosts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        remove_placement_group(self._group)
+
+
+def _answer(reference: ray.ObjectRef) -> Polled:
+    try:
+        return ray.get(reference, timeout=1.0)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+        return Polled([str(error).splitlines()[0]], LOST)
+
+
+def _slice_name(head_resource: str) -> str:
+    """Waits for a slice whose first host is free, and returns its name in Ray."""
+    print(f"ray_train.py: waiting for a slice with {head_resource}", flush=True)
+    ask = ray.remote(num_cpus=0, resources={head_resource: 1})(_this_slice)
+    return ray.get(ask.remote())
+
+
+def _this_slice() -> str:
+    import ray.util.tpu
+
+    return ray.util.tpu.get_current_pod_name()
 
 
 def watch(hosts: RayHosts, count: int, show: Callable[[str], None] = print) -> int:
@@ -112,12 +182,8 @@ def run(plan: Plan, address: str, max_restarts: int, back_off: float = 10.0) -> 
     It waits ``back_off`` seconds before a restart, and twice as long before each further one, up to
     300 seconds.
     """
-    try:
-        import ray
-    except ImportError:
+    if ray is None:
         return _fail("Ray is not installed here; pip install 'ray>=2.9'")
-    from ray_actors import RayHosts
-
     if reason := unreachable(address):
         return _fail(f"--address={address}: {reason}")
     try:
@@ -128,8 +194,10 @@ def run(plan: Plan, address: str, max_restarts: int, back_off: float = 10.0) -> 
         for attempt in range(max_restarts + 1):
             if attempt:
                 pause = min(back_off * 2 ** (attempt - 1), 300.0)
-                again = f"starting again in {pause:g} s, {attempt} of {max_restarts}"
-                print(f"ray_train.py: {again}", flush=True)
+                print(
+                    f"ray_train.py: starting again in {pause:g} s, {attempt} of {max_restarts}",
+                    flush=True,
+                )
                 time.sleep(pause)
             with RayHosts(plan) as hosts:
                 code = watch(hosts, plan.hosts, lambda line: print(line, flush=True))
