@@ -3,9 +3,9 @@
 Plans workload S for several slices, sharded in four ways: this wrapper, the class of torch_xla,
 torch_xla's SPMD variant ("FSDPv2"), and plain JAX, with jit's default compiler options or with
 MaxText's. There are tables for parameters gathered twice (ZeRO-3), for parameters kept for the
-backward (ZeRO-2), for rematerialised blocks, and for blocks in one loop. No TPU is needed. A
-compilation takes half a minute to three minutes on two cores; results are cached. Tables and
-pictures are written to ``benchmarks/results``.
+backward (ZeRO-2), for rematerialised blocks, for blocks in one loop, and for adapters beside frozen
+layers (LoRA). No TPU is needed. A compilation takes half a minute to three minutes on two cores;
+results are cached. Tables and pictures are written to ``benchmarks/results``.
 
 ``--compiler VERSION`` chooses the TPU compiler. Given twice, each row is planned by both, and the
 figures in which they differ by more than 3 % are listed. ``--table compilers`` has our plans of
