@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch_xla
 from zoo import Zoo, batches, loss_of
@@ -25,20 +27,10 @@ def wrapped(kind: str, model: torch.nn.Module) -> torch.nn.Module:
     return FSDP(model, flatten_parameters=kind == "flat", shard_param_on_dim_0=kind == "rows")
 
 
-def adam(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
-
-
-def averaged(parameters):
-    return torch.optim.ASGD(parameters, lr=1e-2)
-
-
-def nesterov(parameters):
-    return torch.optim.NAdam(parameters, lr=1e-2)
-
-
-def heavy_ball(parameters):
-    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+adam = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+averaged = functools.partial(torch.optim.ASGD, lr=1e-2)
+nesterov = functools.partial(torch.optim.NAdam, lr=1e-2)
+heavy_ball = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 
 
 class Run:

@@ -64,21 +64,14 @@ def rank_files(entries, world_size, multiple=1):
         for state_dict, shard in zip(state_dicts, shards, strict=True):
             for key in (entry.key, *entry.alias_keys):
                 state_dict[key] = shard
-    return [
-        {
-            "model": state_dict,
-            "shard_metadata": {
-                "format": "xla_fsdp",
-                "version": 1,
-                "world_size": world_size,
-                "rank": rank,
-                "parameters": copy.deepcopy(parameters),
-                "buffers": dict(buffers),
-            },
-            "optimizer": {"state": {0: {"step": 3}}, "param_groups": [{"lr": 0.1}]},
-        }
-        for rank, state_dict in enumerate(state_dicts)
-    ]
+    about = {"format": "xla_fsdp", "version": 1, "world_size": world_size}
+    optimizer = {"state": {0: {"step": 3}}, "param_groups": [{"lr": 0.1}]}
+    files = []
+    for rank, state_dict in enumerate(state_dicts):
+        own = {"rank": rank, "parameters": parameters, "buffers": buffers}
+        more = copy.deepcopy({"shard_metadata": about | own, "optimizer": optimizer})
+        files.append({"model": state_dict, **more})
+    return files
 
 
 def expected_state_dict(entries):

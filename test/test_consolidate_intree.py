@@ -1,14 +1,7 @@
 """Checkpoints written by torch_xla's own class become the plain model's state_dict.
 
-As a script it writes them: ``test_consolidate_intree.py DIR``, in a process of its own, so that the
-tests never start the XLA runtime. All ranks are built one after the other there: no collective
-runs. Each case becomes DIR/CASE/{rank-R-of-N.pth, plain.pt}.
+All ranks are built one after the other, in a process without ranks: no collective runs.
 """
-
-import gc
-import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -139,21 +132,16 @@ def write_case(directory, world_size, options, kind, nested, on_device):
         xm.save(content, str(directory / f"rank-{rank}-of-{world_size}.pth"), master_only=False)
 
 
-def main(directory):
-    os.environ["PJRT_DEVICE"] = "CPU"
-    import torch_xla.distributed.fsdp  # noqa: F401
-
-    gc.freeze()  # the class collects all garbage for each wrapper: not among what is imported
+def write_cases(directory):
     for name, case in CASES.items():
-        write_case(Path(directory) / name, *case)
+        write_case(directory / name, *case)
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory, script_server):
+def written(tmp_path_factory, elsewhere):
+    """By case a folder with rank-R-of-N.pth and plain.pt."""
     directory = tmp_path_factory.mktemp("intree")
-    environment = {**os.environ, "PJRT_DEVICE": "CPU"}
-    done = script_server.run([__file__, directory], cwd=directory, env=environment, timeout=1500)
-    assert done.returncode == 0, done.stderr
+    elsewhere(write_cases, directory)
     return directory
 
 
@@ -184,13 +172,6 @@ def test_equals_the_plain_model(written, case, tmp_path):
     files = contents(written, case)
     state_dicts, metadata = [file["model"] for file in files], files[0]["shard_metadata"]
     assert_equal(consolidate_sharded_state_dicts(state_dicts, metadata), plain)
-
-
-def test_metadata_of_the_writer_lacks_what_the_lossy_cases_need(written):
-    """If torch_xla ever records these, the reader should use them: then this test fails."""
-    assert contents(written, "bfloat16-buffers-cpu")[0]["shard_metadata"]["buffer_info"] == {}
-    for case in ("tied", "tied-flat"):
-        assert "head" not in str(contents(written, case)[0])
 
 
 def test_cast_buffers_without_recorded_dtype_are_returned_as_stored(written):
@@ -257,7 +238,3 @@ def test_contradictory_metadata(written, tmp_path, capsys, what):
         torch.save(file, tmp_path / f"ckpt{index}.pth")
     mentioned = tmp_path / "ckpt1.pth", words
     assert_refused(capsys, tmp_path, f"{tmp_path}/", error, *mentioned, suffix="ckpt*.pth")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

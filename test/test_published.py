@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from benchmarks import published
 from benchmarks.decoder import Decoder, Model
-from benchmarks.published_runs import NOT_PLANNED, RUNS, halves
+from benchmarks.published_runs import NOT_PLANNED, RUNS
 from xla_fsdp.tpu.chips import CHIPS
 from xla_fsdp.tpu.topology import resolve
 
@@ -61,27 +61,11 @@ class _Blocks(torch.nn.ModuleList):
         return x
 
 
-def test_every_run_has_a_slice_and_halves_alternate_by_chip():
+def test_every_run_has_a_slice():
     for run in RUNS.values():
         assert resolve(run.slice).chip.family == run.chip
         assert resolve(run.slice).devices % run.replicas == 0
-    fit, held = halves(list(RUNS))
-    assert fit | held == set(RUNS) and not fit & held
-    for chip in {run.chip for run in RUNS.values()}:
-        inside = [name in fit for name, run in RUNS.items() if run.chip == chip]
-        assert inside == [number % 2 == 0 for number in range(len(inside))]
     assert all(NOT_PLANNED.values())
-
-
-def test_order_of_settings_is_by_time_of_a_token():
-    names = ["Llama 3 8B, v6e-256, batch 1", "Llama 3 8B, v6e-256, batch 2"]
-    # Published: 1.625 and 2.991 s.
-    for seconds, modelled in (((1.6, 3.1), "the same"), ((1.5, 3.1), "; ".join(names))):
-        rows = {n: {"step": s, "again": 0} for n, s in zip(names, seconds, strict=True)}
-        order = f"\nBy published time of a token: {names[1]}; {names[0]}. Modelled: {modelled}."
-        assert published.orders(rows) == [order]
-        del rows[names[1]]
-        assert published.orders(rows) == []
 
 
 def test_chips_have_the_corrections_of_the_stored_rows():
