@@ -513,7 +513,7 @@ def test_the_number_of_ranks_that_saved(tmp_path):
 
 def test_an_attribute_that_the_installed_transformers_ignores(monkeypatch):
     """Transformers 4 does not divide the loss of a class with ``loss_is_scaled_for_ga = False``."""
-    from xla_fsdp.integrations.transformers import _compute_loss, _count_micro_batches
+    from xla_fsdp.integrations.transformers import _compute_loss, _note_micro_batches
 
     trainer = SimpleNamespace(
         loss_is_scaled_for_ga=False,
@@ -527,9 +527,9 @@ def test_an_attribute_that_the_installed_transformers_ignores(monkeypatch):
         return _compute_loss(lambda *_: 8.0, trainer, None, {}, False, 4)
 
     monkeypatch.setattr(Trainer, "loss_is_scaled_for_ga", None, raising=False)
-    assert _count_micro_batches(step, trainer) == 8.0
+    assert _note_micro_batches(step, trainer) == 8.0
     monkeypatch.delattr(Trainer, "loss_is_scaled_for_ga")
-    assert _count_micro_batches(step, trainer) == 4.0
+    assert _note_micro_batches(step, trainer) == 4.0
     assert step(trainer) == 8.0  # in an evaluation
 
 
