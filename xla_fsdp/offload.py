@@ -19,14 +19,9 @@ from .collectives.host_data import as_data, fake_cpu_tensor
 from .ranks.autograd_thread import in_backward
 from .ranks.rank import is_simulated_rank
 from .sharding.cpu_offload import HostShard
+from .sharding.gradients import accumulate, accumulate_sums, hooks_of
 from .sharding.layout import computed_in
-from .sharding.sharded_parameter import (
-    accumulate,
-    accumulate_sums,
-    hooks_of,
-    local,
-    on_local_parts,
-)
+from .sharding.sharded_parameter import local, on_local_parts
 from .sharding.state import FSDPState
 from .tree import map_tensors, tensors_in
 

@@ -19,7 +19,7 @@ from ..collectives.random_state import synced_device
 from ..planning.tracing.naming import plain_name
 from ..ranks.autograd_thread import in_backward
 from ..scan.blocks import ScannedBlocks
-from ..sharding.sharded_parameter import reduced_grad
+from ..sharding.gradients import reduced_grad
 from ..tree import tensors_in
 from ..wording import join_some, runs
 

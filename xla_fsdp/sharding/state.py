@@ -24,8 +24,8 @@ from .comms import SecondaryShards
 from .cpu_offload import state_of
 from .freeing import stamps
 from .gathering import Pass, computing, computing_passes, parameters_saved_as_recipes
+from .gradients import accumulate_sums
 from .options import FSDPOptions
-from .sharded_parameter import accumulate_sums
 from .sharded_tensor import raise_replaced
 from .unit import NamedUnits, Unit
 from .user_checks import (

@@ -15,9 +15,9 @@ from ..names import dotted
 from .comms import Communicator, subgroup
 from .deferred_values import UninitializedTensor
 from .freeing import Stamp
+from .gradients import accumulate
 from .ignored import mark_parameters
 from .options import FSDPOptions
-from .sharded_parameter import accumulate
 from .sharded_tensor import FlattenedParameter, ParameterSlot, ShardedTensor, mark_shards
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import torch
 from ... import xlac
 from ...sharding.freeing import fill_
 from ...sharding.gathering import UnshardedParameter
-from ...sharding.sharded_parameter import local, on_local_parts, reduced_grad
+from ...sharding.gradients import reduced_grad
+from ...sharding.sharded_parameter import local, on_local_parts
 from ...tree import overrides_dispatch
 
 _FIELDS = re.compile(r"^(TensorID|AliasID|IR): ?(.*)$", re.M)

@@ -17,7 +17,8 @@ from ...offload import FETCHED_BYTES, STAGED_BYTES, ShardCopy
 from ...ranks.cpu import call_site
 from ...ranks.cpu.runtime import ONE_AT_A_TIME
 from ...ranks.rank import current_rank
-from ...sharding.sharded_parameter import local, on_local_parts, reduced_grad
+from ...sharding.gradients import reduced_grad
+from ...sharding.sharded_parameter import local, on_local_parts
 from ...sharding.sharded_tensor import ShardedTensor
 from ...sharding.state import FSDPState, unique_units
 from ...tpu.topology import Slice
