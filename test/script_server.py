@@ -15,7 +15,7 @@ import select
 import socket
 import subprocess
 import sys
-import tempfile
+import threading
 import types
 from pathlib import Path
 
@@ -78,20 +78,28 @@ class ScriptServer:
         folder = str(Path(cwd or os.getcwd()).absolute())
         environment = {**env, _EXECUTABLE: python or sys.executable}
         request = pickle.dumps(([str(part) for part in command], folder, environment))
-        # To be appended to: the script and this process have one position in each of them.
-        with tempfile.TemporaryFile("a+b") as out, tempfile.TemporaryFile("a+b") as err:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-                server.connect(self._address)
-                socket.send_fds(server, [request], [out.fileno(), err.fileno()])
-                server.settimeout(timeout)
-                try:
-                    status = int(server.recv(64))
-                except TimeoutError:
-                    status = None  # the end of this connection ends the script
-            texts = []
-            for file in (out, err):
-                file.seek(0)
-                texts.append(file.read().decode(errors="replace"))
+        outputs = [os.pipe(), os.pipe()]
+        texts = ["", ""]
+
+        def collect(number):
+            with open(outputs[number][0], errors="replace") as pipe:
+                texts[number] = pipe.read()
+
+        readers = [threading.Thread(target=collect, args=(n,), daemon=True) for n in (0, 1)]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.connect(self._address)
+            socket.send_fds(server, [request], [write for _, write in outputs])
+            for _, write in outputs:
+                os.close(write)
+            for reader in readers:
+                reader.start()
+            server.settimeout(timeout)
+            try:
+                status = int(server.recv(64))
+            except TimeoutError:
+                status = None  # the end of this connection ends the script
+        for reader in readers:
+            reader.join()
         if status is None:
             raise subprocess.TimeoutExpired(command, timeout, *texts)
         return subprocess.CompletedProcess(command, status, *texts)
