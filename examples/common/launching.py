@@ -106,8 +106,14 @@ def call_as_rank(train: Callable, *args: object) -> None:
 def _plan(train: Callable, args: tuple, title: str) -> None:
     options: SimpleNamespace = args[0]
     for path in options.plan_report:
-        if not os.access(os.path.dirname(path) or ".", os.W_OK):
-            raise Stop(f"--plan_report={path}: its folder does not exist or is read-only", code=2)
+        folder = os.path.dirname(path) or "."
+        writable = os.path.isdir(folder) and os.access(folder, os.W_OK)
+        if not writable or os.path.isdir(path) or "\0" in path:
+            raise Stop(
+                f"--plan_report={path}: this file cannot be written; give a file name in a "
+                "writable folder",
+                code=2,
+            )
 
     with refusals("--plan", options):
         report = xla_fsdp.plan(
