@@ -41,6 +41,7 @@ class Block(nn.Module):
         self.frozen = nn.Linear(width, width).requires_grad_(False)
         self.gain = nn.Parameter(torch.rand(()))
         self.empty = nn.Parameter(torch.empty(0, 3))
+        self.narrow = nn.Parameter(torch.empty(64, 0))
         self.unused = nn.Linear(width, 3)
         self.register_buffer("scale", torch.rand(width))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -49,7 +50,7 @@ class Block(nn.Module):
     def forward(self, x, mask=None, *, shift=0.0):
         self.count += 1
         x = x + self.attention(self.norm(x), causal=False) * self.scale
-        hidden = F.gelu(self.up(x)) + torch.tanh(self.again(x)) + self.empty.sum()
+        hidden = F.gelu(self.up(x)) + torch.tanh(self.again(x)) + self.empty.sum() + self.narrow.sum()
         x = x + self.gain * self.down(hidden) + self.frozen(x) * self.fixed.mean() + shift
         return x if mask is None else x * mask
 

@@ -80,7 +80,8 @@ class Layout:
             return self.shard_shape
         if len(self.members) == 1 and len(self.members[0].shape) == 2:
             rows, columns = self.members[0].shape
-            if columns % LANES == 0 and rows and rows % (self.size * SUBLANES) == 0:
+            filled = rows and columns and columns % LANES == 0
+            if filled and rows % (self.size * SUBLANES) == 0:
                 return (rows // self.size, columns)
         return (self.shard_shape[0] // LANES, LANES)
 
