@@ -50,7 +50,8 @@ class Block(nn.Module):
     def forward(self, x, mask=None, *, shift=0.0):
         self.count += 1
         x = x + self.attention(self.norm(x), causal=False) * self.scale
-        hidden = F.gelu(self.up(x)) + torch.tanh(self.again(x)) + self.empty.sum() + self.narrow.sum()
+        nothing = self.empty.sum() + self.narrow.sum()
+        hidden = F.gelu(self.up(x)) + torch.tanh(self.again(x)) + nothing
         x = x + self.gain * self.down(hidden) + self.frozen(x) * self.fixed.mean() + shift
         return x if mask is None else x * mask
 
