@@ -105,7 +105,7 @@ def saved(root: Path, world: int, parameters: int) -> tuple[str, dict]:
 
     inner, folder = open_store(str(root))
     store = Counted(inner)
-    save_id, version = saving._prepare(store, folder, 1)
+    save_id, version = saving._start_save(store, folder, 1)
     place = CheckpointFolder(1, version)
     records, one, first = [], 0, None
     for rank in range(world):

@@ -558,3 +558,62 @@ def test_gradients_of_a_penalty_on_shards_on_the_host(rank):
     assert all(p.grad is None for p in rest)
     with torch.no_grad():
         assert first.norm().device.type == "cpu"
+
+
+def with_a_number(p):
+    for _ in range(4):
+        p.grad = None
+        (p * torch.tensor(2.0, requires_grad=True)).sum().backward()
+    return p.grad
+
+
+def changed_result(p):
+    y = p * 1
+    y += p
+    y *= 2
+    y.sum().backward()
+    return p.grad
+
+
+def added_to_another(p):
+    total = torch.zeros_like(p)
+    total += p * 2
+    total.sum().backward()
+    return p.grad
+
+
+def assigned_by_mask(p):
+    mask = p > 0.1
+    with torch.no_grad():
+        p[mask] = 0
+    return p
+
+
+def averaged(p):
+    mean, twice = p.detach().clone(), p * 2
+    return mean.lerp_(twice.detach(), 0.5)
+
+
+def added_without_graph(p):
+    twice = p * 2
+    with torch.no_grad():
+        return p + twice
+
+
+# Some arguments are on the host, others, which have a graph, on the device.
+MIXTURES = [
+    with_a_number, changed_result, added_to_another, assigned_by_mask, averaged,
+    added_without_graph,
+    lambda p: torch.tensor(torch.allclose(p * 1, p)),
+    lambda p: torch.tensor(torch.equal(p * 1, p)),
+]  # fmt: skip
+
+
+@on_each_rank(2)
+def test_values_of_host_shards_on_both_devices(rank):
+    for mixed in MIXTURES:
+        shard = next(on_host().parameters())
+        plain = shard.full_tensor().detach().cpu().requires_grad_()
+        found = mixed(shard)
+        found = found.full_tensor().cpu() if hasattr(found, "full_tensor") else found
+        torch.testing.assert_close(found.detach(), mixed(plain).detach())

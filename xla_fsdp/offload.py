@@ -258,7 +258,7 @@ class Traffic:
         self._fetching.append(self._pool.submit(task))
 
     def wait(self) -> None:
-        """Waits for all gradients. Raises what a hook on a shard raised."""
+        """Waits for all gradients."""
         try:
             while self._fetching:
                 self._fetching.pop(0).result()

@@ -33,7 +33,7 @@ class _Sharded:
                     return kind.__torch_function__(func, types, args, kwargs)
             try:
                 answer, kwargs = _answer_of(func), kwargs or {}
-                if torch.is_grad_enabled() and answer in _COMPUTING:
+                if answer in _COMPUTING:
                     args, kwargs = _on_device(func, args, kwargs)
                 return answer(func, args, kwargs)
             except ShardedParameterError:
@@ -480,22 +480,36 @@ def _reduction(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _on_device(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments, on the device if the result has a graph (``cpu_offload``)."""
-    tensors = tensors_in((args, kwargs))
-    on_host = [one for one in tensors if SPEC in one.__dict__ and one.device.type == "cpu"]
-    if not on_host or not any(one.requires_grad for one in tensors):
+    """The arguments on one device (``cpu_offload``).
+
+    On that of what is changed in place; on the XLA device if the result has a graph, or if some
+    sharded arguments are there.
+    """
+    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, (list, tuple)):
+            tensors += [each for each in one if isinstance(each, torch.Tensor)]
+    sharded = [one for one in tensors if SPEC in one.__dict__]
+    on_host = [one for one in sharded if one.device.type == "cpu"]
+    if not on_host:
         return args, kwargs
-    if _written(operation_name(func), args, kwargs) is not None:
-        return args, kwargs
-    device = on_host[0].__dict__[SPEC].world.device
+    of_host: ShardSpec = on_host[0].__dict__[SPEC]
+    device = of_host.world.device
+    if written := tensors_in(_written(operation_name(func), args, kwargs)):
+        device = written[0].device
+    elif len(on_host) == len(sharded):
+        has_graph = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+        device = device if has_graph else on_host[0].device
 
     def moved(value: torch.Tensor) -> torch.Tensor:
-        if value.device == device:
-            return value
         spec = spec_of(value)
-        if spec is None:
-            return value.to(device)
-        return as_sharded(reductions.to_device(value, spec), spec)
+        if value.device == device or (spec is None and device.type == "cpu"):
+            return value
+        if device.type == "cpu":
+            found = value.to(device)
+        else:
+            found = reductions.to_device(value, spec or of_host)
+        return found if spec is None else as_sharded(found, spec)
 
     found: tuple[tuple, dict[str, Any]] = map_tensors(moved, (args, kwargs))
     return found
@@ -539,9 +553,10 @@ def _set_items(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     number = not isinstance(value, torch.Tensor) or (value.numel() == 1 and spec_of(value) is None)
     if not (isinstance(key, torch.Tensor) and key.dtype is torch.bool and number):
         return _unsupported(func, args, kwargs)
-    _common_spec("an assignment", [own, key])
-    if spec_of(key) is None or spec_of(own) is None:
+    spec = _common_spec("an assignment", [own, key])
+    if spec is None or spec_of(key) is None or spec_of(own) is None:
         return _unsupported(func, args, kwargs)
+    key = as_sharded(key.to(own.device), spec)
     own.masked_fill_(key, value.reshape(()) if isinstance(value, torch.Tensor) else value)
     return None
 
@@ -601,4 +616,4 @@ _ATTRIBUTES: dict[str, tuple[Answer, Answer]] = {
 
 
 # Those whose results have a graph if the arguments have one.
-_COMPUTING = frozenset([_pointwise, _reduction, _dot, _dist, _foreach])
+_COMPUTING = frozenset([_pointwise, _reduction, _dot, _dist, _foreach, _equal, _all_close])
