@@ -617,3 +617,26 @@ def test_values_of_host_shards_on_both_devices(rank):
         found = mixed(shard)
         found = found.full_tensor().cpu() if hasattr(found, "full_tensor") else found
         torch.testing.assert_close(found.detach(), mixed(plain).detach())
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("in the backward")
+
+
+@on_each_rank(2)
+def test_a_penalty_after_a_backward_that_raised(rank):
+    model = on_host()
+    shard = next(model.parameters())
+    x = torch.ones(3, device="xla", requires_grad=True)
+    other = Raises.apply(x).sum()  # older, so its backward is the last
+    with pytest.raises(ArithmeticError):
+        (other + shard.square().sum()).backward()
+    shard.grad = None
+    shard.square().sum().backward()
+    close(shard.grad.full_tensor(), 2 * shard.detach().full_tensor().cpu())

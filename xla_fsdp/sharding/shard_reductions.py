@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..collectives.host_data import as_data, fake_cpu_tensor
 from ..collectives.world import World
+from ..ranks.autograd_thread import in_backward
 from ..ranks.rank import is_simulated_rank
 from ..tree import map_tensors, tensors_in
 from .layout import ShardedParameterError, ShardSpec, spec_of, unsupported
@@ -86,6 +87,9 @@ class _ToDevice(torch.autograd.Function):
 def to_device(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     """The copy on the device of ``value``, the local part of ``spec`` on the host."""
     if value.requires_grad:
+        tensor = spec.tensor
+        if tensor is not None and tensor.copy is not None and not in_backward():
+            tensor.copy.gradients.forget()  # of a backward that raised
         found: torch.Tensor = _ToDevice.apply(value, spec)
         return found
     return as_data(value.detach(), spec.world.device)
