@@ -438,15 +438,16 @@ def fingerprints():
         optimizer.zero_grad()
 
     found = []
-    for make in (sharded, wrapped):
+    for make in (sharded, sharded, wrapped):  # the first may find what earlier tests left behind
         torch.manual_seed(0)
         traced = trace_step(lambda make=make: step(make), 1, slice.devices, slice)
         found.append((traced.program.fingerprint, traced.bound, scope_names(traced.program.hlo)))
-    return found
+    return found[1:]
 
 
 @without_ranks
 def test_the_program_on_a_tpu_is_that_of_the_class():
     in_place, of_class = fingerprints()
-    assert in_place == of_class
+    for one, other in zip(in_place, of_class, strict=True):
+        assert one == other, (one, other)
     assert any("forward[blocks.1]" in name for name in of_class[2]), of_class[2]
