@@ -95,12 +95,12 @@ def to_device(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     return as_data(value.detach(), spec.world.device)
 
 
-def adds_to_grad(leaf: Any) -> bool:
-    """Whether the current backward adds to ``.grad``; False in ``torch.autograd.grad``."""
+def adds_to_grad(leaf: Any) -> bool | None:
+    """Whether the current backward adds to ``.grad``; ``None`` in ``torch.autograd.grad``."""
     try:
         return torch._C._will_engine_execute_node(leaf)
     except RuntimeError:  # torch raises this if the leaf is not needed
-        return False
+        return None
 
 
 class _Largest(torch.autograd.Function):

@@ -479,20 +479,28 @@ def _reduction(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return reductions.PendingNorm.added_up(found) if func is torch.Tensor.norm else found
 
 
+def _any_on_host(values: Iterable[Any]) -> bool:
+    """Whether a sharded tensor is on the host. Runs at every operation, so it makes no lists."""
+    for one in values:
+        if isinstance(one, torch.Tensor):
+            if one.is_cpu and SPEC in one.__dict__:
+                return True
+        elif isinstance(one, (list, tuple)) and _any_on_host(one):
+            return True
+    return False
+
+
 def _on_device(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The arguments on one device (``cpu_offload``).
 
     On that of what is changed in place; on the XLA device if the result has a graph, or if some
     sharded arguments are there.
     """
-    tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, (list, tuple)):
-            tensors += [each for each in one if isinstance(each, torch.Tensor)]
-    sharded = [one for one in tensors if SPEC in one.__dict__]
-    on_host = [one for one in sharded if one.device.type == "cpu"]
-    if not on_host:
+    if not (_any_on_host(args) or _any_on_host(kwargs.values())):
         return args, kwargs
+    tensors = tensors_in((args, kwargs))
+    sharded = [one for one in tensors if SPEC in one.__dict__]
+    on_host = [one for one in sharded if one.is_cpu]
     of_host: ShardSpec = on_host[0].__dict__[SPEC]
     device = of_host.world.device
     if written := tensors_in(_written(operation_name(func), args, kwargs)):

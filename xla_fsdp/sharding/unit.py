@@ -18,6 +18,7 @@ from .freeing import Stamp
 from .gradients import accumulate
 from .ignored import mark_parameters
 from .options import FSDPOptions
+from .shard_reductions import adds_to_grad
 from .sharded_tensor import FlattenedParameter, ParameterSlot, ShardedTensor, mark_shards
 
 if TYPE_CHECKING:
@@ -221,12 +222,9 @@ class Unit:
         """For which ``leaves`` the backward computes a gradient, and whether it returns them."""
         accumulated, handed_out = [], []
         for leaf, yes in zip(leaves, needed, strict=True):
-            try:
-                accumulated.append(yes and torch._C._will_engine_execute_node(leaf))
-                handed_out.append(False)
-            except RuntimeError:  # torch raises this if the leaf is not needed
-                accumulated.append(False)
-                handed_out.append(True)
+            adds = adds_to_grad(leaf) if yes else False
+            accumulated.append(bool(adds))
+            handed_out.append(adds is None)
         if not any(handed_out):
             return accumulated, False
         if self.host_gradients is not None:
