@@ -140,6 +140,13 @@ def test_in_checkpointed_and_scanned_blocks(rank, way):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@on_each_rank(1)
+def test_jax_looks_for_no_tpu_on_cpu_ranks(rank):
+    from jax._src import xla_bridge
+
+    assert list(xla_bridge.backends()) == ["cpu"] and not xla_bridge._backend_errors
+
+
 def refused(expected, **given):
     q = torch.zeros(1, 2, 128, 64)
     arguments = {"query": q, "key": q, "value": q, **given}

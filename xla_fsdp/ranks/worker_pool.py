@@ -148,7 +148,9 @@ class _Worker:
         self._status: int | None = None
         self._output = tempfile.TemporaryFile()
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(size)}
+        # Else JAX, once imported by an earlier call, waits 8 minutes for a TPU host's metadata.
+        own = {"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(size)}
+        environment = {**os.environ, **own}
         request = ("start", size, programs, environment)
         with theirs:
             self._pid = server.ask(request, theirs.fileno(), self._output.fileno())
