@@ -3,12 +3,12 @@
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
 
 from conftest import ROOT
+from processes import free_port
 
 PAGES = ("docs/how-to/migrate-from-torch-xla.md", "docs/how-to/migrate-to-torchtpu.md")
 _importing = threading.Lock()
@@ -36,23 +36,18 @@ def train(rank, folder, name):
 
 def torchrun(script, processes):
     """Starts processes as torchrun does, on localhost; returns what each prints."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    shared = {
-        **os.environ,
-        **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)},
-        **{"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, script],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
-    printed = [process.communicate(timeout=240)[0] for process in started]
+    with free_port() as port:
+        shared = {
+            **{**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)},
+        }
+        started = [
+            subprocess.Popen(
+                [sys.executable, script], stdout=subprocess.PIPE, text=True,
+                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(processes)
+        ]  # fmt: skip
+        printed = [process.communicate(timeout=1500)[0] for process in started]
     assert not any(process.returncode for process in started)
     return printed

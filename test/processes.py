@@ -1,6 +1,8 @@
 """Processes that tests start: how they begin, and what became of those nobody waits for."""
 
+import contextlib
 import gc
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ def import_for_good():
     gc.enable()
 
 
-def ended(pid, within=30.0):
+def ended(pid, within=300.0):
     """Whether process ``pid`` has ended, or does ``within`` so many seconds.
 
     A killed process dies a moment after the signal, and one whose parent is gone may stay listed
@@ -35,6 +37,16 @@ def _runs(pid):
         return False
     # Its name stands in brackets and may hold anything, brackets as well.
     return stat.rpartition(") ")[2][0] not in "ZX"
+
+
+@contextlib.contextmanager
+def free_port():
+    """A port that a script can listen on, and nobody else takes before it does."""
+    with socket.socket() as held:
+        # With this, one may listen where another, that does not listen, is bound.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
 
 
 def run_command(*words, code=0, **how):

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from processes import ended, run_command
+from processes import ended, free_port, run_command
 
 from xla_fsdp.ranks.slices import EXPECTED
 from xla_fsdp.tpu.topology import resolve
@@ -385,7 +384,7 @@ echo x >> starts; [ $(wc -l < starts) = 2 ] && exit 0
 [ "$(hostname)" = w1 ] && echo PREEMPTED > {tmp_path}/vit-1/state && exit 1
 echo $$ > pid; exec sleep 600"""
     options = ("--max_restarts=1", f"--min_slices={least}", "--type=v5litepod-16")
-    done = two_slices(*options, *RUN, script, timeout=60)
+    done = two_slices(*options, *RUN, script, timeout=500)
     assert "not every worker answers; stopping all workers" in done.stderr
     assert "slice vit-1 is PREEMPTED" in done.stderr
     assert ended((tmp_path / "vit-0/w0/xla_fsdp/pid").read_text())
@@ -455,23 +454,13 @@ assert launch(rank_main, (f"hello from {me}",)) is None
 """
 
 
-@pytest.fixture
-def port():
-    """A port that torchrun can listen on, and nobody else takes before it does."""
-    with socket.socket() as held:
-        # With this, one may listen where another, that does not listen, is bound.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
-        yield held.getsockname()[1]
-
-
 @pytest.mark.full
-def test_two_hosts_meet_and_have_global_ranks(tmp_path, port):
+def test_two_hosts_meet_and_have_global_ranks(tmp_path):
     script = tmp_path / "meeting.py"
     script.write_text(MEETING)
-    options = ("--nnodes=2", "--nproc=1", f"--rdzv_endpoint=localhost:{port}", "--", script)
     env = {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT)}
-    with ThreadPoolExecutor(2) as hosts:
+    with ThreadPoolExecutor(2) as hosts, free_port() as port:
+        options = ("--nnodes=2", "--nproc=1", f"--rdzv_endpoint=localhost:{port}", "--", script)
         done = list(hosts.map(lambda _: run("torchrun.sh", *options, env=env), range(2)))
     lines = [line for host in done for line in host.stdout.splitlines()]
     assert sorted(line for line in lines if line.startswith("rank ")) == [
