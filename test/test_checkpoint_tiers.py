@@ -77,7 +77,7 @@ def two_hosts(root, store=None):
             host.close()
         for thread in threading.enumerate():  # what was sent is there, or is not
             if "process_request" in thread.name:
-                thread.join(10)
+                thread.join(600)
 
 
 def opened(hosts, reader=0):

@@ -1,5 +1,6 @@
 """Object stores that are slow, fail, cut short, lie about sizes and names, or show what was."""
 
+import functools
 import os
 import threading
 import time
@@ -212,14 +213,15 @@ def test_a_store_that_hangs_is_given_up(store, tmp_path, monkeypatch):
     over = threading.Event()
 
     def hang(found, path):
-        over.wait(60)
+        over.wait(600)
         return found
 
     words = r"cannot be read: no answer within 0.2 s \(XLA_FSDP_STORE_SECONDS"
     began = time.monotonic()
     for what in ("cat_file", "ls", "info"):
         refused(store, tmp_path, UnreadableFileError, words, **{what: hang})
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 300
+    monkeypatch.setenv("XLA_FSDP_STORE_SECONDS", "300")
     store(cat_file=lambda data, path: (time.sleep(0.05), data)[1])
     assert files.read_value(store.root) == 2.0
     for wrong in ("0", "-1", "nan", "inf", "soon"):
@@ -277,15 +279,16 @@ def _load_from_lies(rank):
     run.save(root, 1, 1.0)
     run.set(7.0)
     over, said = threading.Event(), []
-    for lies in (
-        {"cat_file": of("rank-00001-of-00002.safetensors", lambda data: data[:-1])},
-        {"cat_file": of("rank-00001-of-00002.safetensors", lambda data: over.wait(60) and data)},
-        {"ls": raising(OSError("no network"))},
+    part = functools.partial(of, "rank-00001-of-00002.safetensors")
+    for lies, seconds in (
+        ({"cat_file": part(lambda data: data[:-1])}, "300"),
+        ({"cat_file": part(lambda data: over.wait(600) and data)}, "0.5"),
+        ({"ls": raising(OSError("no network"))}, "300"),
     ):
         xm.rendezvous("a lie")
         if rank == 0:
             Lying.lies = lies
-            os.environ["XLA_FSDP_STORE_SECONDS"] = "0.5"
+            os.environ["XLA_FSDP_STORE_SECONDS"] = seconds
         xm.rendezvous("is told")
         began = time.monotonic()
         with pytest.raises(CheckpointError) as caught:
@@ -307,4 +310,4 @@ def test_all_ranks_raise_and_nothing_is_changed(run_ranks):
     for number, words in enumerate(("ends at byte", "no answer within", "no network")):
         kinds = {told[number][0] for told in said}
         assert kinds == {"UnreadableFileError", "OtherRankError"}, said
-        assert all(words in told[number][1] and told[number][2] < 20 for told in said), said
+        assert all(words in told[number][1] and told[number][2] < 300 for told in said), said

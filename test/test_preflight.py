@@ -285,18 +285,22 @@ def test_a_metadata_server_that_leads_elsewhere_or_never_ends(preflight):
             began = time.monotonic()
             done = preflight(where=(), env={"GCE_METADATA_HOST": server.host})
             assert "give --zone and --project" in refusal(done)
-            assert server.asked and time.monotonic() - began < 15
+            assert server.asked and time.monotonic() - began < 60
         assert other.asked == []
 
 
 @pytest.mark.parametrize(
-    "answer, said",
-    [(ENDLESS, "more than 16 MiB"), (DRIPPING, "timed out"), (TRUNCATED, "IncompleteRead")],
+    "answer, seconds, said",
+    [
+        (ENDLESS, 300, "more than 16 MiB"),
+        (DRIPPING, 0.3, "timed out"),
+        (TRUNCATED, 300, "IncompleteRead"),
+    ],
 )
 @pytest.mark.parametrize("what", ["--discovery_url", "--api_endpoint"])
-def test_answers_that_do_not_end_well(preflight, what, answer, said):
+def test_answers_that_do_not_end_well(preflight, what, answer, seconds, said):
     with Server(answer) as server:
-        done = preflight("--retries=0", "--api_timeout=0.3", what, server.url)
+        done = preflight("--retries=0", f"--api_timeout={seconds}", what, server.url)
         assert said in lines(done, 1)["TPU API"][1]
 
 

