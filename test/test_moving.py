@@ -96,7 +96,8 @@ def test_the_commands_of_the_pages_in_an_empty_folder(tmp_path):
         "torchrun --nproc-per-node=2 there.py", "python back.py",
     ]  # fmt: skip
     of_pages = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    of_pages |= {"PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"]}
+    # Standalone: not at the one port that all of torchrun's jobs would share.
+    of_pages |= {"PYTHONPATH": str(ROOT), "HOME": os.environ["HOME"], "PET_STANDALONE": "1"}
     printed = [
         subprocess.run(
             ["bash", "-c", command], cwd=tmp_path, env=of_pages, check=True, timeout=600,
