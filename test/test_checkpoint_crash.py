@@ -47,15 +47,11 @@ def interrupt_everywhere(root, interrupted, at=1, stride=1):
         seen[assert_whole(run, (1.0, 2.0))] += 1
         save(run, 9, 9.0, world=2, keep_last=1)
         assert read_value(run) == 9.0, at
-        assert _listed(run) == ["step-00000009"], at
+        store, folder = files.saving.open_store(run)
+        assert store.list(folder) == ["step-00000009"], at
         if not hit:
             return at, seen
         at += stride
-
-
-def _listed(root):
-    store, folder = files.saving.open_store(root)
-    return store.list(folder)
 
 
 def _kill_everywhere(root, second, keep_last, at, stride):

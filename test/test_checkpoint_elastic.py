@@ -208,12 +208,11 @@ def test_what_does_not_fit_the_model_is_named_on_every_rank(rank, size, folder):
         run.load(folder)
 
 
-def _save_all(rank, size, folder):
-    return {kind: Run(kind, rank, size).save(f"{folder}/{kind}", 1) for kind in WRAPPINGS}
-
-
 def test_a_rule_is_what_the_files_say(run_ranks, tmp_path):
-    for path in run_ranks(_save_all, 3, 3, str(tmp_path))[0].values():
+    def save_all(rank):
+        return [Run(kind, rank, 3).save(f"{tmp_path}/{kind}", 1) for kind in WRAPPINGS]
+
+    for path in run_ranks(save_all, 3)[0]:
         checkpoint, partly = ShardedCheckpoint(path), ShardedCheckpoint(path)
         for name, tensor in checkpoint.manifest.parameters.items():
             rule = checkpoint.manifest.sharding_rules[name]

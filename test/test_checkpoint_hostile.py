@@ -339,17 +339,16 @@ def test_values_that_could_be_saved_but_not_loaded(what):
         values.encode({"it": value}, "extra")
 
 
-def _canary(path) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"model": Harmful(path)}, buffer)
+def saved_by_torch(value) -> bytes:
+    torch.save({"model": value}, buffer := io.BytesIO())
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("make", [_canary, lambda path: pickle.dumps(Harmful(path))])
+@pytest.mark.parametrize("make", [saved_by_torch, pickle.dumps])
 @pytest.mark.parametrize("name", [NAME, "rank-00001-of-00003.safetensors"])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_pickle_is_not_executed(folder, tmp_path, name, make, adapted):
-    data = make(tmp_path / "executed")
+    data = make(Harmful(tmp_path / "executed"))
     (folder / name).write_bytes(seal(data) if adapted and name == NAME else data)
     if adapted and name != NAME:
         with forged(folder):

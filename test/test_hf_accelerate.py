@@ -45,11 +45,6 @@ num_processes: 2
 """
 
 
-def loader_for(name, accelerator, micro=1):
-    size = BATCH // accelerator.num_processes // micro
-    return torch.utils.data.DataLoader(rows(name), batch_size=size, collate_fn=batch_of)
-
-
 def train(accelerator, model, optimizer, loader):
     trained, losses = Trained(), []
     model.train()
@@ -78,7 +73,8 @@ def several(rank, ranks, cases):
         accelerator = accelerator_for(steps=micro, **(by_class(name) | given))
         model = build(name)
         optimizer = optimizer_for(groups_of(model))
-        loader = loader_for(name, accelerator, micro)
+        size = BATCH // accelerator.num_processes // micro
+        loader = torch.utils.data.DataLoader(rows(name), batch_size=size, collate_fn=batch_of)
         if order == "one by one":
             optimizer = accelerator.prepare(optimizer)
             loader = accelerator.prepare(loader)

@@ -34,10 +34,6 @@ import xla_fsdp
 TIMEOUT = 400
 
 
-def in_order(step):
-    return max(0.0, 1 - step / STEPS)
-
-
 def groups_of_trainer(model):
     """The Trainer's: no decay of what is called a bias or a norm, or is in a layer norm."""
     groups = [{"params": [], "weight_decay": 0.3}, {"params": [], "weight_decay": 0.0}]
@@ -49,7 +45,9 @@ def groups_of_trainer(model):
     return groups
 
 
-reference = functools.partial(plain, groups=groups_of_trainer, schedule=in_order, count=True)
+reference = functools.partial(
+    plain, groups=groups_of_trainer, schedule=lambda step: max(0.0, 1 - step / STEPS), count=True
+)
 
 
 def trained_by(trainer, noted):

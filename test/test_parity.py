@@ -113,11 +113,6 @@ def expected(case: Case) -> dict[str, Any]:
     return cached(replace(like, checkpoint=False, options=(), as_on_tpu=False))
 
 
-def unsharded_on_xla(rank: int, case: Case) -> dict[str, Any]:
-    """On an XLA device, whose own way of computing a function is not at issue."""
-    return unsharded(replace(case, accumulation="plain"), torch_xla.device())
-
-
 def wrap(case: Case, model: nn.Module) -> nn.Module:
     kinds = {"flat": "flatten_parameters", "dim0": "shard_param_on_dim_0"}
     options = dict(case.options, compute_dtype=case.compute_dtype)
@@ -216,7 +211,9 @@ def test_float32(check, case, ranks):
 )
 def test_float64_to_the_last_digits(run_ranks, wrapping):
     case = Case(wrapping, True, "no_sync", "adamw", dtype=torch.float64, as_on_tpu=True, steps=5)
-    (reference,) = run_ranks(unsharded_on_xla, 1, case)
+    plain = replace(case, accumulation="plain")
+    # On an XLA device, whose own way of computing a function is not at issue.
+    (reference,) = run_ranks(lambda rank: unsharded(plain, torch_xla.device()), 1)
     assert_equal(run_ranks(on_rank, 3, case), reference, rtol=1e-11, atol=1e-13)
 
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import os
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -385,8 +386,7 @@ def test_refused_where_gathers_run_beside_loops(tmp_path):
         options = {"cache": str(tmp_path), "progress": False, "ranks": [0], **options}
         return plan(_clipped_step, "v6e:2x4", **options)
 
-    kept = dict(os.environ)
-    try:
+    with mock.patch.dict(os.environ):
         report = planned()
         assert report.fits
         assert any(c.asynchronous and c.times == 4 for c in report.schedule.collectives)
@@ -396,6 +396,3 @@ def test_refused_where_gathers_run_beside_loops(tmp_path):
         beside = "--xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
         os.environ["LIBTPU_INIT_ARGS"] = f"{beside}=true"
         raises(RuntimeError, f"TPU v6 lite .*{beside}=true; take it out", planned)
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
