@@ -150,8 +150,7 @@ class _Worker:
         ours, theirs = socket.socketpair()
         # Else JAX, once imported by an earlier call, waits 8 minutes for a TPU host's metadata.
         own = {"JAX_PLATFORMS": "cpu", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(size)}
-        environment = {**os.environ, **own}
-        request = ("start", size, programs, environment)
+        request = ("start", size, programs, {**os.environ, **own})
         with theirs:
             self._pid = server.ask(request, theirs.fileno(), self._output.fileno())
         self._connection = Connection(ours.detach())
