@@ -32,7 +32,7 @@ class _Sharded:
                 return kind.__torch_function__(func, types, args, kwargs)
         with on_local_parts():
             answer, kwargs = _answer_of(func), kwargs or {}
-            for name in ("input", "self"):
+            for name in ("input", "self", "tensor"):
                 # `torch.where` has a condition before its input.
                 if not args and name in kwargs and "condition" not in kwargs:
                     args = (kwargs.pop(name),)
