@@ -205,6 +205,9 @@ PENALTIES = {
     # Elements that are equal share the gradient, on all ranks.
     "largest of equal": lambda p: p.clamp(-0.1, 0.1).max() - p.clamp(-0.1, 0.1).amin(),
     "norm inf of equal": lambda p: torch.linalg.vector_norm(p.clamp(-0.1, 0.1), math.inf),
+    "norms inf of equal": lambda p: torch.stack(
+        [torch.linalg.vector_norm(one, math.inf) for one in (p.detach(), p.clamp(-0.1, 0.1))]
+    ).sum(),
 }
 
 

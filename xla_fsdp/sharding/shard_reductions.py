@@ -287,9 +287,9 @@ class PendingNorm(torch.Tensor):
                 one._norm = _root(total, one._order).to(one._dtype)
             if others := [one for one in own if one._order == math.inf]:
                 powers = torch.stack([one._power for one in others])
-                counts = [one._count for one in others if one._count is not None]
-                count = torch.stack(counts) if len(counts) == len(others) else None
-                norms = largest_of_ranks(powers, world, count)
+                alone = torch.ones_like(powers[0])
+                counts = [alone if one._count is None else one._count for one in others]
+                norms = largest_of_ranks(powers, world, torch.stack(counts))
                 for one, norm in zip(others, norms, strict=True):
                     one._norm = norm.to(one._dtype)
         return map_tensors(lambda one: one._norm, arguments, cls)
@@ -485,15 +485,11 @@ def _require_one_of_fractions(value: torch.Tensor, spec: ShardSpec, name: str) -
 
 def _any(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     own = without_padding(value != 0, spec, False).any().float()
-    return _as_truth(sums(spec.world, [own])[0] > 0, value)
+    return sums(spec.world, [own])[0] > 0
 
 
 def _all(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    return _as_truth(~_any(value == 0, spec), value)
-
-
-def _as_truth(found: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return found.byte() if value.dtype is torch.uint8 else found  # as in torch
+    return ~_any(value == 0, spec)
 
 
 def _sum_of(
@@ -589,7 +585,8 @@ def reduce(name: str, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.T
         inspect.signature(REDUCTIONS[name]).bind(local, spec, *args, **kwargs)
     except TypeError:
         raise unsupported(f"{name} over some dimensions, or with these arguments,", spec) from None
-    return REDUCTIONS[name](local, spec, *args, **kwargs)
+    found = REDUCTIONS[name](local, spec, *args, **kwargs)
+    return found.byte() if name in ("any", "all") and local.dtype is torch.uint8 else found
 
 
 def all_true(value: torch.Tensor, spec: ShardSpec) -> bool:

@@ -531,9 +531,8 @@ def _on_device(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, d
 
 def _with_second(args: tuple, kwargs: dict[str, Any]) -> tuple:
     """``args`` with the second tensor, which may be in ``kwargs``."""
-    return (
-        args if len(args) > 1 else (*args, kwargs.pop("other" if "other" in kwargs else "tensor"))
-    )
+    name = "other" if "other" in kwargs else "tensor"
+    return args if len(args) > 1 else (*args, kwargs.pop(name))
 
 
 def _equal(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
