@@ -660,6 +660,12 @@ def assigned_by_mask(p):
     return p
 
 
+def backward_of_values(p):
+    (p * 2).backward(p.detach())
+    (grad,) = torch.autograd.grad(p * 2, p, p.detach() * 3)
+    return p.grad + grad
+
+
 def averaged(p):
     mean, twice = p.detach().clone(), p * 2
     return mean.lerp_(twice.detach(), 0.5)
@@ -674,7 +680,7 @@ def added_without_graph(p):
 # Some arguments are on the host, others, which have a graph, on the device.
 MIXTURES = [
     with_a_number, changed_result, added_to_another, assigned_by_mask, averaged,
-    added_without_graph,
+    added_without_graph, backward_of_values,
     lambda p: torch.tensor(torch.allclose(p * 1, p)),
     lambda p: torch.tensor(torch.equal(p * 1, p)),
 ]  # fmt: skip

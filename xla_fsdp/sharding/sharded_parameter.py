@@ -594,10 +594,18 @@ def _non_finite_check(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return None
 
 
+def _gradient_of(output: Any, given: Any) -> Any:
+    """``given``, which the user passes to a backward of ``output``: the part for a shard."""
+    spec = spec_of(output)
+    if spec is None or given is None:
+        return given
+    return _part("a backward", spec, given).to(output.device)
+
+
 def _backward(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     own, *rest = args
     gradient = rest.pop(0) if rest else kwargs.pop("gradient", None)
-    func(own, _part("backward", spec_of(own), gradient), *rest, **kwargs)
+    func(own, _gradient_of(own, gradient), *rest, **kwargs)
 
 
 def _autograd_grad(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -605,10 +613,7 @@ def _autograd_grad(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     given = kwargs["grad_outputs"]
     if given is not None:
         given = [given] if isinstance(given, torch.Tensor) else given
-        kwargs["grad_outputs"] = [
-            grad if spec is None else _part("grad_outputs", spec, grad)
-            for spec, grad in zip(map(spec_of, outputs), given, strict=True)
-        ]
+        kwargs["grad_outputs"] = list(map(_gradient_of, outputs, given))
     found = func(*args, **kwargs)
     for one, grad in zip(inputs, found, strict=True):
         spec = spec_of(one)
