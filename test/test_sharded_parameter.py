@@ -192,6 +192,17 @@ def test_numbers_promote_dtypes_as_in_one_process(rank):
         model.gain * torch.ones(1, device="xla")
 
 
+@on_each_rank(2)
+def test_complex_parameters(rank):
+    values = torch.randn(11, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
+    model = FSDP(Computes(lambda self, x: x, weight=nn.Parameter(values)))
+    p = model.weight.detach()
+    for call in (torch.sum, torch.mean, lambda one: torch.linalg.vector_norm(one) + 0):
+        close(call(p), call(values))
+    for call in (torch.var, torch.std, lambda one: torch.vdot(one, one), torch.max):
+        raises(xla_fsdp.ShardedParameterError, "needs parameter 'weight'", call, p)
+
+
 PENALTIES = {
     "norm": lambda p: p.norm(),
     "squares": lambda p: (p * p).sum(),

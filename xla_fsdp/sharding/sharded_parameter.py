@@ -550,7 +550,7 @@ def _all_close(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _dot(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     spec = _spec_of_all(func, (args, kwargs))
     first, second, *rest = _with_second(args, kwargs)
-    if rest or kwargs or len(spec.shape) != 1:
+    if rest or kwargs or len(spec.shape) != 1 or first.is_complex():
         return _unsupported(func, args, kwargs)
     return reductions.REDUCTIONS["sum"](first * second, spec)
 
