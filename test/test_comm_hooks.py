@@ -152,7 +152,8 @@ def test_compressed_gradients_are_right_to_rounding(rank, on_tpu):
 
 @on_each_rank(2)
 def test_what_is_no_hook_is_refused(rank):
-    from torch.distributed.algorithms._comm_hooks import default_hooks as torchs
+    from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook as torchs
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
     def backward(state, hook):
         model = wrapped(Matrices(), "inner")
@@ -163,7 +164,8 @@ def test_what_is_no_hook_is_refused(rank):
     ours = comm_hooks.bf16_compress_hook
     for error, said, given in (
         (TypeError, r"hook\(state, bucket\), got 3", (None, 3)),
-        (TypeError, "is a hook of torch.*xla_fsdp.comm_hooks", (None, torchs.bf16_compress_hook)),
+        (TypeError, "is a hook of torch.*xla_fsdp.comm_hooks", (None, torchs)),
+        (TypeError, "is a hook of torch", (None, powerSGD_hook)),
         (TypeError, "of two arguments.*torch FSDP", (None, lambda state, grad, output: None)),
         (TypeError, "function of two arguments", (None, lambda: None)),
         (ValueError, "over must be one of 'all', 'replicas', got 'some'", (None, ours, "some")),

@@ -9,6 +9,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank
 from small_models import hybrid
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from wrappings import KINDS, assert_equal, mean_loss, plain_zoo, stacked, step, zoo
 
@@ -428,3 +429,93 @@ def test_options_of_groups_are_what_torch_makes_of_them(rank, size, folder, shar
         ):
             found = loads(shard(torch.nn.Linear(6, 4)), kinds, after, load)
             assert found == expected, (name, found)
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.children():
+            x = torch.tanh(layer(x))
+        return x
+
+
+class WithAdapter(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.adapter = base, nn.Linear(6, 6, bias=False).requires_grad_(False)
+        nn.init.constant_(self.adapter.weight, 0.1)
+
+    def forward(self, x):
+        return self.base(x) + x @ self.adapter.weight.to(x.device)
+
+
+def swap(model):
+    model.first, model.third = model.third, model.first
+
+
+def rename(model):
+    model.last = model.second
+    del model.second
+
+
+def wrap(model):
+    model.second = WithAdapter(nn.Sequential(model.second))
+
+
+def remove(model):
+    del model.second
+
+
+CHANGES = (swap, rename, wrap, remove)
+IN_UNITS = {
+    "wrapper": lambda layer: layer,
+    "nested": FSDP,
+    "fully_shard": lambda layer: fully_shard(layer.to("xla")),
+}
+
+
+@pytest.mark.parametrize("units", IN_UNITS)
+@on_each_rank(2)
+def test_names_are_those_of_the_present_modules(rank, units, folder):
+    def trained(change, model, inner, device):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for changes in (None, change):
+            if changes is not None:
+                changes(inner)
+            model(torch.ones(2, 6, device=device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            torch_xla.sync()
+        present = set(model.parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p in present]
+        return optimizer
+
+    def sharded():
+        inner = Layers()
+        for name, layer in list(inner.named_children()):
+            setattr(inner, name, IN_UNITS[units](layer))
+        model = fully_shard(inner) if units == "fully_shard" else FSDP(inner)
+        return model, inner
+
+    for change in CHANGES:
+        plain, (model, inner) = Layers(), sharded()
+        names = trained(change, plain, plain, "cpu").param_groups[0]["params"]
+        names = [{p: name for name, p in plain.named_parameters()}[one] for one in names]
+        optimizer = trained(change, model, inner, "xla")
+        state = full_state_dict(model, rank0_only=False)
+        torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-4, atol=1e-5)
+        of_optimizer = full_optim_state_dict(model, optimizer, rank0_only=False)
+        assert set(of_optimizer["state"]) == set(names)
+        path = f"{folder}/{change.__name__}"
+        save_checkpoint(path, model, optimizer, step=1)
+        again, inner = sharded()
+        optimizer = trained(change, again, inner, "xla")
+        load_checkpoint(path, again, optimizer)
+        assert_equal(full_state_dict(again, rank0_only=False), state)
+        loaded = full_optim_state_dict(again, optimizer, rank0_only=False)
+        assert_equal(loaded["state"], of_optimizer["state"])

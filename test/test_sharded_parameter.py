@@ -53,6 +53,7 @@ OF_ALL = {
     "max": lambda p: p.max(),
     "amin": lambda p: p.amin(),
     "any": lambda p: (p > 0.3).any(),
+    "any of bytes": lambda p: (p > 0.3).byte().any(),
     "all": lambda p: (p > -9).all(),
     "count_nonzero": lambda p: torch.count_nonzero(p > 0),
     "isnan": lambda p: torch.isnan(p + float("nan")).any(),
@@ -67,6 +68,8 @@ OF_ONE = {
     "norm": lambda p: p.norm(),
     "norm 1": lambda p: torch.norm(p, 1),
     "norm 3": lambda p: torch.linalg.vector_norm(p, 3.0),
+    "norm -1": lambda p: p.norm(-1),  # padding is infinite there
+    "divided by its norm": lambda p: (p / torch.linalg.vector_norm(p)).exp().sum(),
     "norm inf": lambda p: p.norm(math.inf),
     "norm of bfloat16": lambda p: p.bfloat16().norm().float(),
     "std": lambda p: torch.std(p),
@@ -87,6 +90,11 @@ ELEMENTS = {
     "conj": lambda p: p.addcmul(p, p.conj()) + torch.conj(p) + p.real,
     "full": lambda p: torch.full_like(p, 3.0) * p.isfinite(),
     "one number": lambda p: p * p.new_full([1] * len(p.shape), 2.0),
+    "keywords": lambda p: torch.abs_(input=p.clone())
+    + torch.where(condition=p > 0, input=p, other=1),
+    "floor": lambda p: p // 0.3,
+    "initialized": lambda p: nn.init.constant_(nn.init.zeros_(nn.init.ones_(p.clone())), 0.5) + p,
+    "copied number": lambda p: torch.zeros_like(p).copy_(torch.tensor(3.0)),
 }
 REFUSED = {
     "linear": lambda p: nn.functional.linear(torch.ones(2, 5, device="xla"), p),
@@ -97,12 +105,18 @@ REFUSED = {
     "norm over rows": lambda p: p.norm(dim=0),
     "cat": lambda p: torch.cat([p, p]),
     "more dimensions": lambda p: p * p.new_full([1] * (p.dim() + 1), 2.0),
+    "size beside": lambda p: p.is_same_size(p.new_ones(p.shape)),
     "full tensor beside": lambda p: p + torch.ones(p.shape, device="xla"),
     "into a plain tensor": lambda p: torch.zeros(p.shape, device="xla").copy_(p),
     "numpy": lambda p: p.detach().cpu().numpy(),
     "list": lambda p: p.tolist(),
     "iteration": lambda p: list(p),
     "random": lambda p: p.normal_(),
+    **{
+        name: getattr(nn.init, f"{name}_")
+        for name in ("uniform", "trunc_normal", "kaiming_normal", "xavier_uniform", "orthogonal")
+    },
+    "eye": nn.init.eye_,
     "random like": lambda p: torch.rand_like(p),
     "transposed": lambda p: p.T,
     "where they are": lambda p: torch.where(p > 0),
@@ -158,6 +172,8 @@ def test_operations_are_as_in_one_process(rank, form):
                 pytest.fail(name)
         assert torch.equal(p, p) and not torch.equal(p, p * 2)
         assert torch.allclose(p, p + 1e-9) and not torch.allclose(p, p + 1)
+        assert torch.equal(input=p, other=p)
+        assert not torch.equal(torch.ones_like(p), p.new_ones(()))
 
 
 @on_each_rank(2)
@@ -170,6 +186,21 @@ def test_numbers_promote_dtypes_as_in_one_process(rank):
         for number in (torch.tensor(2.0), torch.tensor(2), torch.tensor(2.0).bfloat16(), 2.0):
             given = number.to("xla") if isinstance(number, torch.Tensor) else number
             close((p.detach() * given).full_tensor(), own.detach() * number)
+            assert torch.result_type(p, given) is torch.result_type(own, number)
+    raises(TypeError, "0-d tensor", len, model.gain)
+    with pytest.raises(xla_fsdp.ShardedParameterError, match=r"has shape \[1\]"):
+        model.gain * torch.ones(1, device="xla")
+
+
+@on_each_rank(2)
+def test_complex_parameters(rank):
+    values = torch.randn(11, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
+    model = FSDP(Computes(lambda self, x: x, weight=nn.Parameter(values)))
+    p = model.weight.detach()
+    for call in (torch.sum, torch.mean, lambda one: torch.linalg.vector_norm(one) + 0):
+        close(call(p), call(values))
+    for call in (torch.var, torch.std, lambda one: torch.vdot(one, one), torch.max):
+        raises(xla_fsdp.ShardedParameterError, "needs parameter 'weight'", call, p)
 
 
 PENALTIES = {
@@ -181,6 +212,13 @@ PENALTIES = {
     "std": lambda p: p.std(),
     "centered": lambda p: (p - p.mean()).pow(4).sum(),
     "relative": lambda p: (p / p.norm()).exp().mean(),
+    "relative to a list": lambda p: (p / torch.linalg.vector_norm(p)).exp().mean(),
+    # Elements that are equal share the gradient, on all ranks.
+    "largest of equal": lambda p: p.clamp(-0.1, 0.1).max() - p.clamp(-0.1, 0.1).amin(),
+    "norm inf of equal": lambda p: torch.linalg.vector_norm(p.clamp(-0.1, 0.1), math.inf),
+    "norms inf of equal": lambda p: torch.stack(
+        [torch.linalg.vector_norm(one, math.inf) for one in (p.detach(), p.clamp(-0.1, 0.1))]
+    ).sum(),
 }
 
 
@@ -195,6 +233,13 @@ def test_gradients_of_reductions(rank, form):
         close(p.grad.full_tensor(), plain.grad)
         (grad,) = torch.autograd.grad(call(p), [p])
         close(grad.full_tensor(), plain.grad)
+    full = torch.arange(35.0).view(7, 5)
+    p.grad = plain.grad = None
+    (p * 2).backward(full.to("xla"))
+    (plain * 2).backward(full)
+    close(p.grad.full_tensor(), plain.grad)
+    (grad,) = torch.autograd.grad(p * 2, p, full.to("xla"))
+    close(grad.full_tensor(), plain.grad)
 
 
 @on_each_rank(2)
@@ -239,6 +284,7 @@ def test_values_are_full_tensors_and_files_have_plain_parts(rank):
 
 
 RESULTS = {
+    "normed": lambda grad: grad / torch.linalg.vector_norm(grad),
     "sharded": lambda grad: grad * 2,
     "full": lambda grad: getattr(grad, "full_tensor", grad.clone)() * 2,
     "part": lambda grad: getattr(grad, "to_local", grad.clone)() * 2,
@@ -253,6 +299,9 @@ def test_hooks_return_full_gradients_too(rank):
         for one in (p, plain):
             one.register_hook(result)
             one.square().sum().backward()
+            twice = one * 2
+            twice.register_hook(result)
+            twice.square().sum().backward()
         close(p.grad.full_tensor(), plain.grad)
     p.register_hook(lambda grad: torch.zeros(3, device="xla"))
     with pytest.raises(RuntimeError, match="the result of a hook needs parameter 'weight'"):
@@ -266,10 +315,16 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-def nets():
+def nets(form="wrapper"):
+    """A model, and plain parameters with its values: those of scanned blocks are stacked there."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    return plain, FSDP(copy.deepcopy(plain))
+    if form == "scanned":
+        model = scan_blocks([nn.Linear(5, 5) for _ in range(BLOCKS)])
+    else:
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        model = FSDP(model) if form == "wrapper" else fully_shard(model.to("xla"))
+    full = [p.full_tensor().detach().cpu() for p in model.parameters()]
+    return nn.ParameterList(map(nn.Parameter, full)), model
 
 
 def give_gradients(plain, model, step):
@@ -284,11 +339,15 @@ def assert_same(plain, model):
         close(mine.full_tensor(), theirs.detach())
 
 
+UNITS = ("wrapper", "fully_shard", "scanned")
+
+
+@pytest.mark.parametrize("form", UNITS)
 @pytest.mark.parametrize("first", [0, 4, 8])
 @on_each_rank(2)
-def test_optimizers_of_torch(rank, first):
+def test_optimizers_of_torch(rank, first, form):
     for name, options in list(OPTIMIZERS.items())[first : first + 4]:
-        plain, model = nets()
+        plain, model = nets(form)
         kind = getattr(torch.optim, name)
         mine, theirs = (kind(one.parameters(), lr=0.1, **options) for one in (model, plain))
         for step in range(2):
@@ -310,11 +369,12 @@ def test_optimizers_of_torch(rank, first):
         assert_same(plain, model)
 
 
+@pytest.mark.parametrize("form", UNITS)
 @on_each_rank(2)
-def test_averaged_models_and_clipped_values(rank):
+def test_averaged_models_and_clipped_values(rank, form):
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-    plain, model = nets()
+    plain, model = nets(form)
     average = get_ema_multi_avg_fn(0.5)
     averages = [AveragedModel(one, multi_avg_fn=average) for one in (plain, model)]
     for step in range(2):
@@ -328,6 +388,27 @@ def test_averaged_models_and_clipped_values(rank):
             average.update_parameters(one)
     assert_same(plain, model)
     assert_same(averages[0].module, averages[1].module)
+
+
+@pytest.mark.parametrize("form", UNITS)
+@on_each_rank(2)
+def test_torchs_gradient_scaler(rank, form):
+    for infinite in (False, True):
+        plain, model = nets(form)
+        give_gradients(plain, model, 0)
+        mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+        scaler = torch.amp.GradScaler("xla", init_scale=2.0)
+        scaler.scale(torch.ones((), device="xla"))
+        for parameter in model.parameters():
+            parameter.grad *= 2
+        if infinite and rank == 0:
+            parameter.grad.to_local().fill_(math.inf)
+        scaler.step(mine)
+        scaler.update()
+        if not infinite:
+            theirs.step()
+        assert_same(plain, model)
+        assert scaler.get_scale() == (1.0 if infinite else 2.0)
 
 
 # They leave numbers, and NaN, where a shard has padding.
@@ -371,9 +452,10 @@ def clip_in_two_steps(parameters, max_norm):
     return norm
 
 
+@pytest.mark.parametrize("form", UNITS)
 @on_each_rank(2)
-def test_clipping_is_one_collective(rank):
-    plain, model = nets()
+def test_clipping_is_one_collective(rank, form):
+    plain, model = nets(form)
     counts = []
     for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_, clip_in_two_steps):
         give_gradients(plain, model, 0)
@@ -589,6 +671,12 @@ def assigned_by_mask(p):
     return p
 
 
+def backward_of_values(p):
+    (p * 2).backward(p.detach())
+    (grad,) = torch.autograd.grad(p * 2, p, p.detach() * 3)
+    return p.grad + grad
+
+
 def averaged(p):
     mean, twice = p.detach().clone(), p * 2
     return mean.lerp_(twice.detach(), 0.5)
@@ -603,7 +691,7 @@ def added_without_graph(p):
 # Some arguments are on the host, others, which have a graph, on the device.
 MIXTURES = [
     with_a_number, changed_result, added_to_another, assigned_by_mask, averaged,
-    added_without_graph,
+    added_without_graph, backward_of_values,
     lambda p: torch.tensor(torch.allclose(p * 1, p)),
     lambda p: torch.tensor(torch.equal(p * 1, p)),
 ]  # fmt: skip

@@ -137,8 +137,9 @@ def members_of_groups(inventory: Inventory, optimizer: torch.optim.Optimizer) ->
         if strangers:
             raise ModelMismatchError(
                 f"optimizer: {len(strangers)} parameters of group {number} are not in the model, "
-                f"the first of shape {list(local(strangers[0]).shape)}. Create "
-                "the optimizer after wrapping, from model.parameters()."
+                f"the first of shape {list(strangers[0].shape)}. Create the optimizer after "
+                "wrapping, from model.parameters(); if layers were removed from the model, remove "
+                "their parameters from the optimizer's groups."
             )
         groups.append([shard for holder in group["params"] for shard in by_holder[holder]])
     return groups

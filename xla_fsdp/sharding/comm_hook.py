@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.distributed.algorithms import _comm_hooks, ddp_comm_hooks
 
 from .comm_plan import Collective, Divisors, plan_reduction
 from .comms import Communicator, pack_gradients, split_shards
@@ -206,10 +207,16 @@ def _reduce_by_hook(
     return reduced
 
 
+_OF_TORCH = (
+    _comm_hooks.default_hooks, ddp_comm_hooks.default_hooks, ddp_comm_hooks.powerSGD_hook,
+    ddp_comm_hooks.quantization_hooks,
+)  # fmt: skip
+
+
 def _require_hook(hook: object) -> None:
     if not callable(hook):
         raise TypeError(f"hook must be a function hook(state, bucket), got {hook!r}")
-    if (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
+    if any(hook is one for module in _OF_TORCH for one in vars(module).values()):
         raise TypeError(
             f"{_called(hook)} is a hook of torch, which calls torch.distributed's process groups. "
             "Use the hook of that name in xla_fsdp.comm_hooks (bf16_compress_hook, "

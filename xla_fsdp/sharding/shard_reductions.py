@@ -104,23 +104,30 @@ def adds_to_grad(leaf: Any) -> bool | None:
 
 
 class _Largest(torch.autograd.Function):
-    """The maximum over the ranks, NaN if any is NaN. Ranks with the maximum share the gradient."""
+    """The maximum over the ranks, NaN if any is NaN.
+
+    ``count``: how many elements of this rank are the largest; all of them share the gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, world: World) -> torch.Tensor:
+    def forward(
+        ctx: Any, value: torch.Tensor, count: torch.Tensor | None, world: World
+    ) -> torch.Tensor:
         marked = torch.stack([value, value.isnan().to(value.dtype)])
         largest, nan = collective(world.all_reduce_max, marked, world).unbind()
         total = torch.where(nan > 0, torch.full_like(largest, math.nan), largest)
         ctx.world = world
-        ctx.save_for_backward((value == total).to(value.dtype))
+        mine = (value == total).to(value.dtype)
+        ctx.save_for_backward(mine if count is None else mine * count)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (mine,) = ctx.saved_tensors
         grad = SumOverRanks.apply(grad, ctx.world, True)
-        return grad * mine / collective(ctx.world.all_reduce_sum, mine, ctx.world), None
+        share = mine / collective(ctx.world.all_reduce_sum, mine, ctx.world)
+        return grad * share, None, None
 
 
 def collective(
@@ -198,6 +205,7 @@ class PendingNorm(torch.Tensor):
     _order: float
     _dtype: torch.dtype
     _norm: torch.Tensor | None
+    _count: torch.Tensor | None
     _stacked: bool
 
     @classmethod
@@ -209,11 +217,12 @@ class PendingNorm(torch.Tensor):
         order: float,
         dtype: torch.dtype,
         norm: torch.Tensor | None = None,
+        count: torch.Tensor | None = None,
     ) -> PendingNorm:
         """``power``: this rank's sum of ``|x| ** order``; ``spec``: ``None`` if replicated."""
         made = torch.Tensor._make_subclass(cls, torch.empty((), dtype=dtype, device="meta"))
         made._power, made._world, made._spec = power, world, spec
-        made._order, made._dtype, made._norm = order, dtype, norm
+        made._order, made._dtype, made._norm, made._count = order, dtype, norm, count
         made._stacked = norm is not None
         return made
 
@@ -278,7 +287,10 @@ class PendingNorm(torch.Tensor):
                 one._norm = _root(total, one._order).to(one._dtype)
             if others := [one for one in own if one._order == math.inf]:
                 powers = torch.stack([one._power for one in others])
-                for one, norm in zip(others, largest_of_ranks(powers, world), strict=True):
+                alone = torch.ones_like(powers[0])
+                counts = [alone if one._count is None else one._count for one in others]
+                norms = largest_of_ranks(powers, world, torch.stack(counts))
+                for one, norm in zip(others, norms, strict=True):
                     one._norm = norm.to(one._dtype)
         return map_tensors(lambda one: one._norm, arguments, cls)
 
@@ -383,7 +395,8 @@ def own_power(
     if value.is_complex():
         value = value.abs().to(value.dtype.to_real())  # torch_xla says that it is complex
     size = _wide(value)
-    size = size if spec is None else without_padding(size, spec, 0, masks)
+    if spec is not None:
+        size = without_padding(size, spec, 0 if order >= 0 else math.inf, masks)
     if order == math.inf:
         return largest(size.abs())
     if order == 0:
@@ -396,10 +409,18 @@ def largest(value: torch.Tensor) -> torch.Tensor:
     return torch.where(value.isnan().any(), value.new_full((), math.nan), value.max())
 
 
-def largest_of_ranks(value: torch.Tensor, world: World) -> torch.Tensor:
+def largest_of_ranks(
+    value: torch.Tensor, world: World, count: torch.Tensor | None = None
+) -> torch.Tensor:
     """The maximum over the ranks, NaN if any is NaN."""
-    found: torch.Tensor = _Largest.apply(value, world)
+    found: torch.Tensor = _Largest.apply(value, count, world)
     return found
+
+
+def _count_of(largest: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+    """How many elements of ``value`` are the ``largest``, if that has a gradient."""
+    has_graph = largest.requires_grad
+    return (value.detach() == largest.detach()).sum().to(value.dtype) if has_graph else None
 
 
 _NORMS = (torch.linalg.vector_norm, torch.norm, torch.Tensor.norm)
@@ -429,6 +450,8 @@ def reduce_replicated(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     _require_elements(spec, "max")
+    if value.is_complex():
+        raise unsupported("the largest of complex numbers", spec)
     if value.dtype is torch.bool:
         return _any(value, spec)
     kept = value.dtype
@@ -436,8 +459,9 @@ def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
         low = torch.iinfo(kept).min
         own = without_padding(value, spec, low).max()
         return collective(spec.world.all_reduce_max, own, spec.world)
-    own = largest(without_padding(_wide(value), spec, -math.inf))
-    return largest_of_ranks(own, spec.world).to(kept)
+    wide = without_padding(_wide(value), spec, -math.inf)
+    own = largest(wide)
+    return largest_of_ranks(own, spec.world, _count_of(own, wide)).to(kept)
 
 
 def _min(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
@@ -491,6 +515,8 @@ def _var(
 ) -> torch.Tensor:
     _require_one_of_fractions(value, spec, "var")
     correction = int(unbiased) if correction is None else correction
+    if value.is_complex():
+        raise unsupported("the variance of complex numbers", spec)
     wide = _wide(value)
     away = wide - _mean(wide.detach(), spec)  # gradients through the mean would add up to zero
     return (_total(away * away, spec) / max(spec.numel - correction, 0)).to(value.dtype)
@@ -521,7 +547,10 @@ def norm(
         return _min(_wide(value.abs().to(kept)), spec).to(kept)
     if order == math.inf:
         _require_elements(spec, "norm")
-    return PendingNorm.of(own_power(value, spec, order), spec.world, spec, float(order), kept)
+    power, count = own_power(value, spec, order), None
+    if order == math.inf and power.requires_grad:
+        count = _count_of(power, without_padding(_wide(value.detach().abs()), spec))
+    return PendingNorm.of(power, spec.world, spec, float(order), kept, count=count)
 
 
 def _linalg_norm(
@@ -556,7 +585,8 @@ def reduce(name: str, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.T
         inspect.signature(REDUCTIONS[name]).bind(local, spec, *args, **kwargs)
     except TypeError:
         raise unsupported(f"{name} over some dimensions, or with these arguments,", spec) from None
-    return REDUCTIONS[name](local, spec, *args, **kwargs)
+    found = REDUCTIONS[name](local, spec, *args, **kwargs)
+    return found.byte() if name in ("any", "all") and local.dtype is torch.uint8 else found
 
 
 def all_true(value: torch.Tensor, spec: ShardSpec) -> bool:

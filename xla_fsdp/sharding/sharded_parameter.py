@@ -27,12 +27,16 @@ class _Sharded:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        for kind in (UnreducedGradient, reductions.PendingNorm):
+            if kind in types:  # it calls `func` again, without its own kind
+                return kind.__torch_function__(func, types, args, kwargs)
         with on_local_parts():
-            for kind in (UnreducedGradient, reductions.PendingNorm):
-                if kind in types:
-                    return kind.__torch_function__(func, types, args, kwargs)
+            answer, kwargs = _answer_of(func), kwargs or {}
+            for name in ("input", "self", "tensor"):
+                # `torch.where` has a condition before its input.
+                if not args and name in kwargs and "condition" not in kwargs:
+                    args = (kwargs.pop(name),)
             try:
-                answer, kwargs = _answer_of(func), kwargs or {}
                 if answer in _COMPUTING:
                     args, kwargs = _on_device(func, args, kwargs)
                 return answer(func, args, kwargs)
@@ -42,7 +46,7 @@ class _Sharded:
                     raise
                 # On one rank the local parts are the full tensors; a full view shares memory.
                 mine = map_tensors(_full, args)
-                found = func(*mine, **map_tensors(_full, kwargs or {}))
+                found = func(*mine, **map_tensors(_full, kwargs))
                 return args[0] if args and found is mine[0] else found
 
     def to_local(self) -> torch.Tensor:
@@ -60,6 +64,15 @@ class _Sharded:
             own = self if on_device else reductions.to_device(self, spec)  # type: ignore[arg-type]
             full: torch.Tensor = _FullTensor.apply(own, spec)
         return full
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """As for any tensor; not called in a backward that gives the tensor no gradient."""
+        spec = self.__dict__[SPEC]
+
+        def call(grad: torch.Tensor | None) -> Any:
+            return None if grad is None else _result_of_hook(hook(as_sharded(grad, spec)), spec)
+
+        return torch.Tensor.register_hook(self, call)  # type: ignore[arg-type]
 
     def require_plain(self, operation: str) -> None:
         """Raises ShardedParameterError if other ranks have other parts, see ranks/cpu."""
@@ -121,15 +134,6 @@ class ShardedValue(_Sharded, torch.Tensor):  # type: ignore[misc]  # __repr__ is
 class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr__ is typed
     """This rank's shard of a parameter."""
 
-    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        """As for any tensor; not called in a backward that gives the parameter no gradient."""
-        spec = self.__dict__[SPEC]
-
-        def call(grad: torch.Tensor | None) -> Any:
-            return None if grad is None else _result_of_hook(hook(as_sharded(grad, spec)), spec)
-
-        return torch.Tensor.register_hook(self, call)
-
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
         # Autograd also calls hooks of parameters that get no gradient from their unit's node.
         came = [False]
@@ -184,11 +188,11 @@ Answer = Callable[[Any, tuple, dict[str, Any]], Any]
 _PLAIN = frozenset(
     """element_size is_floating_point is_complex
     is_signed is_contiguous is_inference is_pinned is_shared get_device data_ptr
-    storage_offset untyped_storage retain_grad backward register_hook
-    register_post_accumulate_grad_hook requires_grad_ __hash__ __dir__ is_same_size is_tensor
+    storage_offset untyped_storage retain_grad register_hook
+    register_post_accumulate_grad_hook requires_grad_ __hash__ __dir__ is_tensor
     is_conj is_neg is_distributed is_coalesced _has_compatible_shallow_copy_type _is_view
-    is_set_to can_cast result_type promote_types new_empty new_zeros new_ones new_full new_tensor
-    dim_order has_names _is_zerotensor _is_functional_tensor _nested_tensor_size""".split()
+    is_set_to can_cast new_empty new_zeros new_ones new_full new_tensor
+    has_names _is_zerotensor _is_functional_tensor _nested_tensor_size""".split()
 )
 # The same elements, moved, cast or with new values.
 _SAME_ELEMENTS = frozenset(
@@ -200,7 +204,7 @@ _SAME_ELEMENTS = frozenset(
 # Elementwise, but not tagged as pointwise.
 _POINTWISE = frozenset(
     """isfinite isinf isnan isreal isclose isposinf isneginf signbit fix masked_fill where
-    float_power square clip rsub nan_to_num""".split()
+    float_power square clip rsub nan_to_num result_type floor_divide""".split()
 )
 _ALIASES = {
     "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "absolute": "abs",
@@ -224,7 +228,8 @@ _METADATA: dict[str, Callable[..., Any]] = {
     "size": lambda shape, dim=None: shape if dim is None else shape[dim],
     "dim": len, "ndim": len, "ndimension": len,
     "numel": torch.Size.numel, "nelement": torch.Size.numel,
-    "__len__": lambda shape: shape[0],
+    "__len__": lambda shape: len(torch.empty(shape, device="meta")),
+    "dim_order": lambda shape, **_: tuple(range(len(shape))),
     "stride": lambda shape, dim=None: _strides(shape) if dim is None else _strides(shape)[dim],
 }  # fmt: skip
 
@@ -311,7 +316,7 @@ def _full(value: torch.Tensor) -> torch.Tensor:
 
 
 def _same_elements(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    spec = spec_of(args[0] if args else kwargs.get("input"))
+    spec = spec_of(args[0])
     if spec is not None:
         kwargs.pop("memory_format", None)  # one of the full tensor's dimensions
     found = func(*args, **kwargs)
@@ -347,7 +352,7 @@ def _part(name: str, spec: ShardSpec | None, value: Any) -> Any:
             raise unsupported(name, spec, f"the other one is sharded differently: {theirs.name!r}")
         return value
     if value.shape != spec.shape:
-        if value.numel() == 1 and name in ("copy_", "an assignment"):
+        if value.numel() == 1 and name == "copy_":
             return value.reshape(())
         raise unsupported(
             name, spec, f"a plain tensor must have the full shape, got {list(value.shape)}. "
@@ -370,8 +375,9 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*args)  # raises, as for any tensor
     own, value, *rest = args if len(args) > 1 else (*args, kwargs.pop("src"))
     part = _part(operation_name(func), spec_of(own), value)
-    if isinstance(part, torch.Tensor) and func.__name__ == "__set__":
-        part = part.to(own.device)  # as `copy_` does, which torch does not for attributes
+    # Attributes are not moved by torch, and torch_xla copies a number of the CPU without its shape.
+    if isinstance(part, torch.Tensor) and (func.__name__ == "__set__" or not part.dim()):
+        part = part.to(own.device)
     return func(own, part, *rest, **kwargs)
 
 
@@ -423,7 +429,7 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             """A plain number in a shape that fits; all ranks contribute to its gradient."""
             if spec_of(value) is not None:
                 return value
-            if value.dim() > max(len(spec.shape), 1):
+            if value.dim() > len(spec.shape):
                 raise unsupported(name, spec, f"the other tensor has shape {list(value.shape)}")
             # A parameter without dimensions has a shard with one, and counts in type promotion.
             value = value.reshape(1) if value.dim() > 1 or not spec.shape else value
@@ -468,7 +474,7 @@ def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _reduction(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     name = operation_name(func)
-    value = args[0] if args else kwargs.pop("input", kwargs.pop("self", None))
+    value = args[0]
     other = args[1] if len(args) > 1 else kwargs.get("other")
     if spec_of(value) is None or isinstance(other, torch.Tensor):
         if name in ("max", "min"):
@@ -523,13 +529,17 @@ def _on_device(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, d
     return found
 
 
+def _with_second(args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """``args`` with the second tensor, which may be in ``kwargs``."""
+    name = "other" if "other" in kwargs else "tensor"
+    return args if len(args) > 1 else (*args, kwargs.pop(name))
+
+
 def _equal(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    first, second = args
-    specs = spec_of(first), spec_of(second)
-    if None not in specs and specs[0].shape != specs[1].shape:  # type: ignore[union-attr]
+    first, second, *_ = _with_second(args, kwargs)
+    if (spec_of(first) or first).shape != (spec_of(second) or second).shape:
         return False
-    spec = _spec_of_all(func, args)
-    return reductions.all_true(torch.eq(first, second), spec)
+    return reductions.all_true(torch.eq(first, second), _spec_of_all(func, (first, second)))
 
 
 def _all_close(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -539,15 +549,15 @@ def _all_close(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _dot(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     spec = _spec_of_all(func, (args, kwargs))
-    first, second, *rest = args
-    if rest or kwargs or len(spec.shape) != 1:
+    first, second, *rest = _with_second(args, kwargs)
+    if rest or kwargs or len(spec.shape) != 1 or first.is_complex():
         return _unsupported(func, args, kwargs)
     return reductions.REDUCTIONS["sum"](first * second, spec)
 
 
 def _dist(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     spec = _spec_of_all(func, (args, kwargs))
-    first, second, *order = args
+    first, second, *order = _with_second(args, kwargs)
     return reductions.norm(first - second, spec, *(order or [kwargs.get("p", 2.0)]))
 
 
@@ -555,8 +565,10 @@ def _set_items(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Handles ``value[mask] = number`` and ``value[...] = other``."""
     own, key, value = args
     if key is Ellipsis or (isinstance(key, slice) and key == slice(None)):
-        part = _part("an assignment", spec_of(own), value)
-        own.copy_(part) if isinstance(part, torch.Tensor) else own.fill_(part)
+        if isinstance(value, torch.Tensor):
+            _copy(torch.Tensor.copy_, (own, value), {})
+        else:
+            own.fill_(value)
         return None
     number = not isinstance(value, torch.Tensor) or (value.numel() == 1 and spec_of(value) is None)
     if not (isinstance(key, torch.Tensor) and key.dtype is torch.bool and number):
@@ -582,9 +594,26 @@ def _non_finite_check(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return None
 
 
+def _gradient_of(output: Any, given: Any) -> Any:
+    """``given``, which the user passes to a backward of ``output``: the part for a shard."""
+    spec = spec_of(output)
+    if spec is None or given is None:
+        return given
+    return _part("a backward", spec, given).to(output.device)
+
+
+def _backward(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    own, *rest = args
+    gradient = rest.pop(0) if rest else kwargs.pop("gradient", None)
+    func(own, _gradient_of(own, gradient), *rest, **kwargs)
+
+
 def _autograd_grad(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    outputs, inputs = args  # tuples: torch completes its arguments
+    given = kwargs["grad_outputs"]
+    if given is not None:
+        given = [given] if isinstance(given, torch.Tensor) else given
+        kwargs["grad_outputs"] = list(map(_gradient_of, outputs, given))
     found = func(*args, **kwargs)
     for one, grad in zip(inputs, found, strict=True):
         spec = spec_of(one)
@@ -608,6 +637,7 @@ _ANSWERS: dict[str, Answer] = {
     "view_as": _viewed_as,
     "expand_as": _viewed_as,
     "reshape_as": _viewed_as,
+    "backward": _backward,
     "grad": _autograd_grad,  # torch.autograd.grad
     "__setitem__": _set_items,
     "_amp_foreach_non_finite_check_and_unscale_": _non_finite_check,

@@ -205,13 +205,13 @@ def mark_shards(tensors: Iterable[ShardedTensor]) -> None:
 def sharded_tensor_of(parameter: object) -> ShardedTensor | None:
     """The sharded tensor of ``parameter``, a shard or sharded since; ``None`` for others.
 
-    Raises RuntimeError for a shard of a wrapper that no longer exists.
+    Raises RuntimeError for a shard with a gradient of a wrapper that no longer exists.
     """
     sharded, _ = getattr(parameter, _SHARDED_TENSOR, (None, 0))
     if not isinstance(sharded, weakref.ref):
         return sharded
     tensor = sharded()
-    if tensor is None:
+    if tensor is None and parameter.grad is not None:  # type: ignore[attr-defined]
         shape = list(parameter.shape)  # type: ignore[attr-defined]
         raise RuntimeError(
             f"a parameter of shape {shape} is the shard of a wrapper that no longer exists, so its "
