@@ -23,6 +23,7 @@ from .sharding.mixed_precision import MixedPrecision, require_flags_and_dtypes
 from .sharding.options import FULLY_SHARD, FSDPOptions, checked_mesh, takes_options
 from .sharding.state import FSDPState, unique_units
 from .sharding.summon import require_no_scanned, summon_full_params
+from .wording import must_be
 
 T = TypeVar("T", bound="nn.Module | list[nn.Module]")
 
@@ -106,14 +107,9 @@ def fully_shard(
             attribute with the name of a method of FSDPModule.
         RuntimeError: the module is sharded or wrapped already, or has no ``forward``.
     """
-    precision = mp_policy or MixedPrecisionPolicy()
-    if not isinstance(precision, MixedPrecisionPolicy):
-        raise ValueError(f"mp_policy must be an xla_fsdp.MixedPrecisionPolicy, got {precision!r}")
-    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
-        raise ValueError(
-            "offload_policy must be an xla_fsdp.OffloadPolicy or xla_fsdp.CPUOffloadPolicy, got "
-            f"{offload_policy!r}"
-        )
+    precision = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    _policy("mp_policy", precision)
+    _offload_policy("offload_policy", offload_policy)
     if shard_placement_fn is not None:
         raise ValueError(
             f"shard_placement_fn={shard_placement_fn!r} is not supported: parameters are cut as "
@@ -139,6 +135,8 @@ def fully_shard(
         disable_reshard_on_root=reshard_after_forward is None,
     )
     modules = module if isinstance(module, list) else [module]
+    if not modules:
+        raise ValueError("module is an empty list, with nothing to shard. Pass the modules in it")
     for one in modules:
         _require_names_free(one)
     for one in modules:
@@ -149,6 +147,24 @@ def fully_shard(
         one._register_state_dict_hook(export_local_tensors)
         one.register_load_state_dict_pre_hook(_before_load)
     return module
+
+
+_FROM_HERE = "Take it from xla_fsdp, not from torch, or leave it out"
+_policy = must_be(
+    "an xla_fsdp.MixedPrecisionPolicy",
+    lambda value: isinstance(value, MixedPrecisionPolicy),
+    ValueError,
+    _FROM_HERE,
+)
+_offload_policy = must_be(
+    "an xla_fsdp.OffloadPolicy or xla_fsdp.CPUOffloadPolicy",
+    lambda value: value is None or isinstance(value, OffloadPolicy),
+    ValueError,
+    _FROM_HERE,
+)
+_require_bool = must_be(
+    "True or False", lambda value: isinstance(value, bool), ValueError, "Pass one of these"
+)
 
 
 def _require_names_free(module: Any) -> None:
@@ -380,11 +396,6 @@ class FSDPModule(ShardedModule):
 def _units_in_place(module: FSDPModule, recurse: bool) -> list[FSDPState]:
     _require_bool("recurse", recurse)
     return [one for one in unique_units(module) if one.in_place] if recurse else [module._unit]
-
-
-def _require_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def _require_sharded(method: str, modules: Any) -> None:

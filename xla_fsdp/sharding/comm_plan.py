@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..collectives.routes import Route
 from ..collectives.world import World
 from ..tpu.chips import LANES
 from ..tpu.slices import Groups
+from ..wording import must_be
 from .layout import TensorSpec
 from .mixed_precision import NARROW
 from .options import FSDPOptions
@@ -95,11 +97,16 @@ class Divisors:
         return self.before * self.after
 
 
+_factor = must_be(
+    "a positive number",
+    lambda value: isinstance(value, Real) and value is not True and 0 < float(value) < math.inf,
+    ValueError,
+    "Pass the divisor",
+)
+
+
 def checked_factor(name: str, value: Any) -> float:
-    """Raises ValueError unless ``value`` is a positive number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{name} must be a positive number, got {value!r}")
-    return float(value)
+    return float(_factor(name, value))
 
 
 def reduced_in(dtype: torch.dtype, options: FSDPOptions) -> torch.dtype:
