@@ -333,8 +333,8 @@ def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None)
     flat = [ordinal for group in checked for ordinal in group]
     if not checked or any(len(group) != size for group in checked):
         raise ValueError(
-            f"every group of {name} must have {size} ordinals, got {lists(checked)}. "
-            "Pass groups of equal size (sharding_groups: sharding_world_size)"
+            f"every group of {name} must have {size or 'equally many'} ordinals, got "
+            f"{lists(checked)}. Pass groups of equal size (sharding_groups: sharding_world_size)"
         )
     if len(set(flat)) != len(flat):
         raise ValueError(
