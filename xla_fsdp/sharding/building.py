@@ -78,13 +78,7 @@ class UnitBuilder(Builder):
     ``owner``: the wrapper, on which flattened parameters are registered, or ``module`` in place.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        owner: nn.Module,
-        options: FSDPOptions,
-        world: World,
-    ):
+    def __init__(self, module: nn.Module, owner: nn.Module, options: FSDPOptions, world: World):
         super().__init__(options, world)
         self.module = module
         self.owner = owner

@@ -20,7 +20,6 @@ from ..collectives.routes import Route
 from ..collectives.world import World
 from ..tpu.chips import LANES
 from ..tpu.slices import Groups
-from ..wording import must_be
 from .layout import TensorSpec
 from .mixed_precision import NARROW
 from .options import FSDPOptions
@@ -104,16 +103,11 @@ class Divisors:
         return self.before * self.after
 
 
-_factor = must_be(
-    "a positive number",
-    lambda value: isinstance(value, Real) and value is not True and 0 < float(value) < math.inf,
-    ValueError,
-    "Pass the divisor",
-)
-
-
 def checked_factor(name: str, value: Any) -> float:
-    return float(_factor(name, value))
+    """Raises ValueError unless ``value`` is a positive number."""
+    if not isinstance(value, Real) or value is True or not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} must be a positive number, got {value!r}. Pass the divisor")
+    return float(value)
 
 
 def reduced_in(dtype: torch.dtype, options: FSDPOptions) -> torch.dtype:

@@ -20,7 +20,7 @@ dtype_or_none = must_be(
     lambda value: value is None or value in COMPUTE_DTYPES,
     ValueError,
 )
-_flag = must_be("True or False", lambda value: isinstance(value, bool), ValueError)
+require_flag = must_be("True or False", lambda value: isinstance(value, bool), ValueError)
 
 
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ class MixedPrecision:
 def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence[str]) -> None:
     """Raises ValueError for a wrong flag or dtype of ``policy``, or incompatible dtypes."""
     kind = type(policy).__name__
-    for check, names in ((_flag, flags), (dtype_or_none, dtypes)):
+    for check, names in ((require_flag, flags), (dtype_or_none, dtypes)):
         for name in names:
             check(f"{kind}.{name}", getattr(policy, name))
     if policy.reduce_dtype not in (None, torch.float32, policy.param_dtype):
