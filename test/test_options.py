@@ -34,7 +34,7 @@ FUNCTION = (3, TypeError, "a function", "leave it out")
 GROUPS = ([0, 1], TypeError, "lists of ordinals", "leave it out")
 NUMBER = ("1", TypeError, "a number or None", "leave it out")
 IGNORED = (7, TypeError, "iterable of torch.nn.", "Pass a list")
-NAMES = ("up", TypeError, "a list or tuple of names", "Pass for example ('mlp.up',)")
+NAMES = ("up", TypeError, "names, such as ('up',)", "Pass a list of names")
 FLAGS = [one.name for one in fields(FSDPOptions) if one.metadata["check"] is flag]
 # A value that is not allowed, the error, and what the message has: what is allowed, and the fix.
 BAD = dict.fromkeys(FLAGS, FLAG) | {
@@ -139,7 +139,7 @@ def test_a_bad_value_raises_in_every_entry_point(rank):
         said = str(caught.value)
         assert said.startswith(own) and repr(value) in said and fix in said, said
     for value in ([3], 3):
-        with pytest.raises(TypeError, match="ignore must be a list or tuple of names"):
+        with pytest.raises(TypeError, match=r"ignore must be names, such as \('mlp.up',\)"):
             entry_points()[SCAN](ignore=value)
     raises(TypeError, "blocks must be an iterable of modules, got Linear", xla_fsdp.scan_blocks,
            nn.Linear(4, 4))  # fmt: skip

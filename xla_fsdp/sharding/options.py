@@ -203,9 +203,8 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
         names = tuple(value)
         if all(isinstance(one, str) for one in names):
             return names
-    raise TypeError(
-        f"{name} must be a list or tuple of names, got {value!r}. Pass for example ('mlp.up',)"
-    )
+    example = (value if isinstance(value, str) else "mlp.up",)
+    raise TypeError(f"{name} must be names, such as {example}, got {value!r}. Pass a list of names")
 
 
 _number = must_be(
