@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import xla_fsdp
+from xla_fsdp.tpu.chips import CHIPS
 from xla_fsdp.tpu.topology import resolve
 
 from .decoder import Decoder
@@ -104,7 +105,7 @@ def markdown(rows: dict[str, dict]) -> str:
     lines += ["", head(["", "runs", *errors_of])]
     groups = {chip: [n for n in good if RUNS[n].chip == chip] for chip in _chips()}
     groups |= {"corrected on": sorted(fit), "held out": sorted(held)}
-    newer = {"v5e", "v5p", "v6e", "tpu7x"}
+    newer = {chip.family for chip in CHIPS.values() if chip.generation >= 5}
     groups["held out, v5e and later"] = [n for n in sorted(held) if RUNS[n].chip in newer]
     groups["held out, plans that fit"] = [n for n in sorted(held) if good[n]["fits"]]
     for label, names in groups.items():

@@ -54,6 +54,23 @@ def test_a_plan_for_4096_ranks_is_printed():
         "after inputs 1 before, after gather"
         for name, shape in parts.items()
     ]
+    # reshard_after_forward=8: the last parameters first, among 8 ranks that store 1/8 each.
+    stored = plan_gathers(specs, options, world(4096), backward=True, stored_among=world(8, 512))
+    assert str(stored[0]) == (
+        "all-gather down: bfloat16[262144, 128] a rank, 512 groups of 8, "
+        "after gradient 1 before, after reductions 2 before, after gather"
+    )
+    float32 = dict.fromkeys(range(8), torch.float32)
+    plan = plan_reductions(specs, float32, world(4096), Divisors.of(world(4096), False))
+    assert str(plan[1]) == (
+        f"reduce-scatter qkv: float32{[384, 128]} a rank, 1 groups of 4096, scaled by 0.000244141"
+    )
+    hybrid = world(256, 16)
+    plan = plan_reductions(block(256, 8192), {1: bf16}, hybrid, Divisors.of(hybrid, False))
+    assert list(map(str, plan)) == [
+        "reduce-scatter qkv: bfloat16[96, 8192] a rank, 16 groups of 256, summed over 16 "
+        "replicas, divided by 4096 at the end"
+    ]
 
 
 @pytest.mark.parametrize("size", [4, 256, 4096])

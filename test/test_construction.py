@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import math
 
+import numpy as np
 import pytest
 import torch
 import torch_xla
@@ -307,15 +309,16 @@ def test_gradient_divide_factors(rank):
     world = xr.world_size()
     model = wrapped(mlp(), "1")
     assert model.gradient_predivide_factor * model.gradient_postdivide_factor == world
-    model.set_gradient_divide_factors(2.0, 0.5, recursive=True)
+    model.set_gradient_divide_factors(np.float32(2.0), 0.5, recursive=True)
     mean_square(model, here(rank)).backward()
     plain = mlp()
     mean_square(plain, inputs_of_all()).backward()
     for parameter in plain.parameters():
         parameter.grad *= world
     assert_same_gradients(model, plain)
-    with pytest.raises(ValueError, match="pre must be a positive number, got 0"):
-        model.set_gradient_divide_factors(0, 1, recursive=False)
+    for value in (0, math.inf, True, "1"):
+        with pytest.raises(ValueError, match=f"pre must be a positive number, got {value!r}"):
+            model.set_gradient_divide_factors(value, 1, recursive=False)
 
 
 @on_each_rank(2)

@@ -39,6 +39,10 @@ def calls(path, owner):
             id="collectives",
         ),
         pytest.param(
+            "xlac", {"all_gather", "reduce_scatter"}, {"collectives/world.py"},
+            id="collectives of xlac",
+        ),
+        pytest.param(
             "xlac", {"replace_data"}, {"sharding/freeing.py", "ranks/cpu/session.py"},
             id="exchanged data",
         ),

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.fsdp as fsdp2
 from on_ranks import on_each_rank, raises
 from small_models import mlp
 from torch import nn
@@ -25,7 +26,7 @@ from xla_fsdp.sharding.options import (
     option,
     takes_options,
 )
-from xla_fsdp.wrap import always_wrap_policy
+from xla_fsdp.wrap import always_wrap_policy, transformer_auto_wrap_policy
 
 FLAG = (1, TypeError, "True or False", "leave it out")
 DTYPE = (torch.int8, ValueError, "torch.float32, torch.float16, torch.bfloat16", "leave it out")
@@ -33,7 +34,7 @@ FUNCTION = (3, TypeError, "a function", "leave it out")
 GROUPS = ([0, 1], TypeError, "lists of ordinals", "leave it out")
 NUMBER = ("1", TypeError, "a number or None", "leave it out")
 IGNORED = (7, TypeError, "iterable of torch.nn.", "Pass a list")
-NAMES = ("up", TypeError, "names", "such as ('up',)")
+NAMES = ("up", TypeError, "names, such as ('up',)", "Pass a list of names")
 FLAGS = [one.name for one in fields(FSDPOptions) if one.metadata["check"] is flag]
 # A value that is not allowed, the error, and what the message has: what is allowed, and the fix.
 BAD = dict.fromkeys(FLAGS, FLAG) | {
@@ -115,10 +116,20 @@ def test_a_bad_value_raises_in_every_entry_point(rank):
                 entry_points()[entry](**options)
             said = str(caught.value)
             assert all(part in said for part in (next(iter(options)), allowed, fix)), said
+    for options in (
+        {"sharding_groups": ["01"], **size},
+        {"sharding_groups": [[0.0, 1.9]], **size},
+        {"sharding_rank": False, "sharding_world_size": 2, "sharding_groups": [[0, 1]]},
+        {"replication_groups": []},
+    ):
+        for entry in (WRAPPER, SCAN):
+            with pytest.raises((TypeError, ValueError), match=f"{next(iter(options))}.*got"):
+                entry_points()[entry](**options)
     for name, value, fix in (
         ("device_mesh", [0, 7], "1-D mesh"),
-        ("mp_policy", torch.bfloat16, "xla_fsdp.MixedPrecisionPolicy"),
-        ("offload_policy", True, "xla_fsdp.CPUOffloadPolicy"),
+        *(("mp_policy", value, "Take it from xla_fsdp") for value in (0, torch.ones(2))),
+        ("mp_policy", fsdp2.MixedPrecisionPolicy(), "Take it from xla_fsdp, not from torch"),
+        ("offload_policy", fsdp2.CPUOffloadPolicy(), "Take it from xla_fsdp, not from torch"),
         ("shard_placement_fn", len, "Leave it out"),
         ("ignored_parameters", 7, "Pass a list"),
     ):
@@ -128,8 +139,17 @@ def test_a_bad_value_raises_in_every_entry_point(rank):
         said = str(caught.value)
         assert said.startswith(own) and repr(value) in said and fix in said, said
     for value in ([3], 3):
-        with pytest.raises(TypeError, match="ignore must be names, such as"):
+        with pytest.raises(TypeError, match=r"ignore must be names, such as \('mlp.up',\)"):
             entry_points()[SCAN](ignore=value)
+    raises(TypeError, "blocks must be an iterable of modules, got Linear", xla_fsdp.scan_blocks,
+           nn.Linear(4, 4))  # fmt: skip
+    raises(ValueError, "module is an empty list", xla_fsdp.fully_shard, [])
+    for policy in (nn.Linear, lambda module: True, transformer_auto_wrap_policy):
+        raises(TypeError, "auto_wrap_policy=.* failed for a .*Pass a policy", FSDP, mlp(),
+               auto_wrap_policy=policy)  # fmt: skip
+    raises(TypeError, "auto_wrapper_callable=.* must return a module, got None", FSDP, mlp(),
+           auto_wrap_policy=always_wrap_policy,
+           auto_wrapper_callable=lambda *args, **options: None)  # fmt: skip
 
 
 @on_each_rank(2)

@@ -19,7 +19,7 @@ from .sharding.deferred_values import UninitializedTensor, remaining_uninitializ
 from .sharding.gathering import computing_passes
 from .sharding.ignored import as_list
 from .sharding.metadata import export_local_tensors, require_copying
-from .sharding.mixed_precision import MixedPrecision, require_flags_and_dtypes
+from .sharding.mixed_precision import MixedPrecision, require_flag, require_flags_and_dtypes
 from .sharding.options import FULLY_SHARD, FSDPOptions, checked_mesh, takes_options
 from .sharding.state import FSDPState, unique_units
 from .sharding.summon import require_no_scanned, summon_full_params
@@ -106,14 +106,16 @@ def fully_shard(
             attribute with the name of a method of FSDPModule.
         RuntimeError: the module is sharded or wrapped already, or has no ``forward``.
     """
+    for name, value, kind, allowed in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy, "MixedPrecisionPolicy"),
+        ("offload_policy", offload_policy, OffloadPolicy, "CPUOffloadPolicy or OffloadPolicy"),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(
+                f"{name} must be an xla_fsdp.{allowed}, got {value!r}. Take it from xla_fsdp, not "
+                "from torch, or leave it out"
+            )
     precision = mp_policy or MixedPrecisionPolicy()
-    if not isinstance(precision, MixedPrecisionPolicy):
-        raise ValueError(f"mp_policy must be an xla_fsdp.MixedPrecisionPolicy, got {precision!r}")
-    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
-        raise ValueError(
-            "offload_policy must be an xla_fsdp.OffloadPolicy or xla_fsdp.CPUOffloadPolicy, got "
-            f"{offload_policy!r}"
-        )
     if shard_placement_fn is not None:
         raise ValueError(
             f"shard_placement_fn={shard_placement_fn!r} is not supported: parameters are cut as "
@@ -139,6 +141,8 @@ def fully_shard(
         disable_reshard_on_root=reshard_after_forward is None,
     )
     modules = module if isinstance(module, list) else [module]
+    if not modules:
+        raise ValueError("module is an empty list, with nothing to shard. Pass the modules in it")
     for one in modules:
         _require_names_free(one)
     for one in modules:
@@ -282,7 +286,7 @@ class FSDPModule(ShardedModule):
         Args:
             async_op: return a handle, whose ``wait()`` need not be called.
         """
-        _require_bool("async_op", async_op)
+        require_flag("async_op", async_op)
         self._unit.unshard()
         return UnshardHandle() if async_op else None
 
@@ -298,20 +302,20 @@ class FSDPModule(ShardedModule):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """``False``: backwards store full gradients; the first with ``True`` reduces the sum."""
-        _require_bool("requires_gradient_sync", requires_gradient_sync)
-        _require_bool("recurse", recurse)
+        require_flag("requires_gradient_sync", requires_gradient_sync)
+        require_flag("recurse", recurse)
         for unit in unique_units(self) if recurse else [self._unit]:
             unit.set_sync(syncs=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """``False``: with replicas (a 2-D mesh), acts as ``set_requires_gradient_sync(False)``."""
-        _require_bool("requires_all_reduce", requires_all_reduce)
+        require_flag("requires_all_reduce", requires_all_reduce)
         for unit in _units_in_place(self, recurse):
             unit.set_sync(all_reduces=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether full parameters are freed after the forward, and gathered again."""
-        _require_bool("reshard_after_forward", reshard_after_forward)
+        require_flag("reshard_after_forward", reshard_after_forward)
         for unit in _units_in_place(self, recurse):
             unit.set_reshard_after_forward(reshard_after_forward)
 
@@ -319,7 +323,7 @@ class FSDPModule(ShardedModule):
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """``False``: full parameters stay after the backward, until a step changes the shards."""
-        _require_bool("reshard_after_backward", reshard_after_backward)
+        require_flag("reshard_after_backward", reshard_after_backward)
         for unit in _units_in_place(self, recurse):
             unit.caches_after_backward = not reshard_after_backward
 
@@ -339,22 +343,22 @@ class FSDPModule(ShardedModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """No effect: the end of every backward is detected."""
-        _require_bool("is_last_backward", is_last_backward)
+        require_flag("is_last_backward", is_last_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """No effect: the compiler removes gathers that are not needed."""
-        _require_bool("unshard_in_backward", unshard_in_backward)
+        require_flag("unshard_in_backward", unshard_in_backward)
 
     def set_post_optim_event(self, event: Any) -> None:
         """No effect: a program has no streams."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """No effect: the compiler places buffers."""
-        _require_bool("enable", enable)
+        require_flag("enable", enable)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """No effect: reductions are sums already."""
-        _require_bool("enable", enable)
+        require_flag("enable", enable)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], **kwargs: Any) -> None:
         """Raises NotImplementedError."""
@@ -378,13 +382,8 @@ class FSDPModule(ShardedModule):
 
 
 def _units_in_place(module: FSDPModule, recurse: bool) -> list[FSDPState]:
-    _require_bool("recurse", recurse)
+    require_flag("recurse", recurse)
     return [one for one in unique_units(module) if one.in_place] if recurse else [module._unit]
-
-
-def _require_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def _require_sharded(method: str, modules: Any) -> None:

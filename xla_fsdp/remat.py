@@ -32,6 +32,7 @@ from .sharding.freeing import stamps
 from .sharding.gathering import computing, computing_passes
 from .sharding.state import unique_units
 from .tree import map_tensors, separate_tensors, tensors_in, with_tensors
+from .wording import flag
 
 
 def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
@@ -51,8 +52,7 @@ def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
         RuntimeError: in the backward, if the recomputation saves other tensors than the forward
             did.
     """
-    if not isinstance(offload, bool):
-        raise TypeError(f"offload must be True or False, got {offload!r}")
+    flag("offload", offload)
     forward = module.forward
     if isinstance(forward, _CheckpointedForward):
         forward = forward.original

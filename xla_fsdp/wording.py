@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+# From the name and the value of an argument to the value to store; may raise.
+Check = Callable[[str, Any], Any]
+
+
+def must_be(
+    allowed: str,
+    holds: Callable[[Any], bool],
+    error: type[Exception] = TypeError,
+    fix: str = "Pass one of these, or leave it out",
+) -> Check:
+    """A check that raises ``error`` with the name, the value, ``allowed`` and ``fix``."""
+
+    def check(name: str, value: Any) -> Any:
+        if not holds(value):
+            raise error(f"{name} must be {allowed}, got {value!r}. {fix}")
+        return value
+
+    return check
+
+
+flag = must_be("True or False", lambda value: isinstance(value, bool))
 
 
 def printable(text: str) -> str:

@@ -127,9 +127,19 @@ def recursive_wrap(
     ignored = set(ignored_params)
     done: dict[nn.Module, tuple[nn.Module, int]] = {}
 
+    def chosen(module: nn.Module, recurse: bool, count: int) -> bool:
+        try:
+            return auto_wrap_policy(module=module, recurse=recurse, unwrapped_params=count)
+        except TypeError as error:
+            raise TypeError(
+                f"auto_wrap_policy={auto_wrap_policy!r} failed for a {type(module).__name__}: "
+                f"{error}. Pass a policy(module, recurse, unwrapped_params), such as functools."
+                "partial(xla_fsdp.wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})"
+            ) from error
+
     def wrap(module: nn.Module, only_children: bool = False) -> tuple[nn.Module, int]:
         total = sum(p.numel() for p in module.parameters() if p not in ignored)
-        if not auto_wrap_policy(module=module, recurse=True, unwrapped_params=total):
+        if not chosen(module, True, total):
             return module, 0
         wrapped = 0
         leaf = isinstance(module, tuple(LEAVES))  # overrides the policy
@@ -143,9 +153,15 @@ def recursive_wrap(
             module._modules[name] = done[child][0]
         if only_children or not has_forward(module):
             return module, wrapped
-        if not auto_wrap_policy(module=module, recurse=False, unwrapped_params=total - wrapped):
+        if not chosen(module, False, total - wrapped):
             return module, wrapped
         options = {**kwargs, **getattr(module, "_wrap_overrides", {})}
-        return wrapper_cls(module, **options), total
+        made = wrapper_cls(module, **options)
+        if not isinstance(made, nn.Module):
+            raise TypeError(
+                f"auto_wrapper_callable={wrapper_cls!r} must return a module, got {made!r}. Return "
+                "the wrapper"
+            )
+        return made, total
 
     return wrap(module, only_wrap_children)

@@ -38,9 +38,8 @@ _WORTH = 0.9
 # --table routes`: reductions that the model predicts to be 77 us shorter made steps 3 % shorter,
 # those of 57 us or less, and gathers, 3 % shorter to 7 % longer.
 _SAVED = 60e-6
-# Four blocks of ViT-10B on v5e:16x16 took 107.8 ms a step with no gradients around rows, 104.6 with
-# those of 210 MB, 109.3 with smaller ones too.
-_ROW_BYTES, _AS_LONG = 192 << 20, 1.1
+# Rings are overlapped with compute, so they may take this much longer.
+_AS_LONG = 1.1
 
 # Lengths of rows that wrap around and whose chips have two neighbors.
 SHORTEST_ROW, LONGEST_ROW = 4, 16
@@ -122,7 +121,7 @@ class Route:
 class Routes:
     def __init__(self, slice: Slice) -> None:
         self.slice = slice
-        around = slice.chip.gains_by_rings and all(slice.wraps)
+        around = slice.chip.ring_bytes and all(slice.wraps)
         self._rows = slice.shape[:2] if around else ()
         self._links = Links(slice)
         self._known: dict[tuple[str, int, int], Route] = {}
@@ -130,7 +129,7 @@ class Routes:
 
     def rings(self, groups: Groups, number_of_bytes: int) -> Rings | None:
         """Rings for a reduction of N bytes within ``groups``; ``None`` if they gain nothing."""
-        if not self._rows or number_of_bytes < _ROW_BYTES:
+        if not self._rows or number_of_bytes < self.slice.chip.ring_bytes:
             return None
         if groups not in self._rings:
             places = [place[:2] for place in self.slice.coordinates()]

@@ -7,6 +7,7 @@ would be an all-reduce, which sends twice the bytes and differs from rank to ran
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -92,7 +93,7 @@ class World:
                     "group"
                 )
         replicas: Groups = ()
-        if replication_groups:
+        if replication_groups is not None:
             replicas = checked_groups("replication_groups", replication_groups, None)
             _require_replicas(replicas, groups)
         device = torch_xla.device()
@@ -327,13 +328,13 @@ def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None)
 
     Raises ValueError if a group has another size, or an ordinal is in two groups.
     """
-    checked = tuple(tuple(int(ordinal) for ordinal in group) for group in groups)
+    checked = tuple(tuple(map(operator.index, group)) for group in groups)
     size = len(checked[0]) if size is None and checked else size
     flat = [ordinal for group in checked for ordinal in group]
     if not checked or any(len(group) != size for group in checked):
         raise ValueError(
-            f"every group of {name} must have {size} ordinals, got {lists(checked)}. "
-            "Pass groups of equal size (sharding_groups: sharding_world_size)"
+            f"every group of {name} must have {size or 'equally many'} ordinals, got "
+            f"{lists(checked)}. Pass groups of equal size (sharding_groups: sharding_world_size)"
         )
     if len(set(flat)) != len(flat):
         raise ValueError(

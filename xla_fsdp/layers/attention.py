@@ -19,15 +19,13 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch.autograd.function import once_differentiable
 
-from ..tpu.chips import LANES, SUBLANES, Chip, chip_of
+from ..tpu.chips import HEAD_DIM, LANES, LARGEST_HEAD_DIM, SUBLANES, Chip, chip_of
 from .jax_call import Cost, Settings, call
 from .saved_activations import ATTENTION, current_saved_activations
 
 Implementation = Literal["auto", "kernel", "math"]
 _torch_attention = F.scaled_dot_product_attention
 _KERNEL_DTYPES = (torch.bfloat16, torch.float32)
-# Multiples of the first, up to the second; compiled for v4, v5e and v6e.
-_HEAD_DIM, _LARGEST_HEAD_DIM = 64, 256
 
 # As in MaxText's configurations.
 _LARGEST_BLOCK = 512
@@ -167,10 +165,10 @@ def _why_not(
     if len(dtypes) > 1 or not dtypes <= set(_KERNEL_DTYPES):
         names = ", ".join(sorted(map(str, dtypes)))
         return f"dtypes are {names}, but the kernel supports all bfloat16 or all float32"
-    if dim % _HEAD_DIM or dim > _LARGEST_HEAD_DIM or value.shape[3] != dim:
+    if dim % HEAD_DIM or dim > LARGEST_HEAD_DIM or value.shape[3] != dim:
         return (
             f"head dimensions are {dim} and {value.shape[3]} (of values), but the kernel supports "
-            f"equal multiples of {_HEAD_DIM} up to {_LARGEST_HEAD_DIM}"
+            f"equal multiples of {HEAD_DIM} up to {LARGEST_HEAD_DIM}"
         )
     if not query.numel() or not key.numel():
         return "a tensor is empty"

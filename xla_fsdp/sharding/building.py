@@ -23,6 +23,7 @@ from .metadata import import_local_tensors
 from .mixed_precision import compute_in_float32, full_precision_modules
 from .options import FSDPOptions
 from .sharded_tensor import (
+    FlattenedParameter,
     ParameterSlot,
     ShardedTensor,
     mark_shards,
@@ -77,13 +78,7 @@ class UnitBuilder(Builder):
     ``owner``: the wrapper, on which flattened parameters are registered, or ``module`` in place.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        owner: nn.Module,
-        options: FSDPOptions,
-        world: World,
-    ):
+    def __init__(self, module: nn.Module, owner: nn.Module, options: FSDPOptions, world: World):
         super().__init__(options, world)
         self.module = module
         self.owner = owner
@@ -129,6 +124,8 @@ class UnitBuilder(Builder):
             names = {(0, member): self.unit.name_of(first + member) for member in members}
             self.unit.uninitialized.append(UninitializedTensor(tensor.shard, names))
         sharded = {slot.module: None for slot in self.unit.slots}
+        self.unit.rnns = [module for module in sharded if isinstance(module, nn.RNNBase)]
+        self.unit.refresh_rnns()
         if self.world.as_on_tpu:
             layers = linear.layers_in(self.paths)
             self.unit.linears = {m: heads for m, heads in layers.items() if m in sharded}
@@ -205,10 +202,14 @@ class UnitBuilder(Builder):
     def _put(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         tensor, number = sharded_tensor_of(parameter), member_number_of(parameter)
         assert tensor is not None, "a parameter must be sharded before it is added to its unit"
-        first = self.unit.add_tensor(tensor)
-        sharded_value = None if tensor.flattened else tensor.shard
-        called = dotted(self.paths[module][0], name)
-        self.unit.add_slot(ParameterSlot(module, name, first + number, sharded_value), called)
+        slot = ParameterSlot(module, name, self.unit.add_tensor(tensor) + number, tensor.shard)
+        if tensor.flattened:
+            shape = torch.Size(tensor.layout.members[number].shape)
+            called = dotted(self.paths[module][0], name)
+            slot.shown = FlattenedParameter(shape, tensor.shard, self.unit.comms, called)
+            slot.sharded_value = None
+        self.unit.slots.append(slot)
+        slot.restore_sharded()
 
     def _move_buffers(self) -> None:
         moved: dict[torch.Tensor, torch.Tensor] = {}

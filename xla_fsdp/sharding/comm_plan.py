@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from numbers import Real
 from typing import Any
 
 import torch
@@ -67,11 +68,18 @@ class Collective:
             f"{len(groups)} {'rings' if rings else 'groups'} of {len(groups[0])}"
             for groups, rings in zip_longest(self.route.stages, self.route.rings)
         )
-        waits = "".join(
-            f", after {wait.event.value}" + (f" {wait.before} before" if wait.before else "")
+        more = [
+            f"after {wait.event.value}" + (f" {wait.before} before" if wait.before else "")
             for wait in self.waits
+        ]
+        more += [f"divided by {self.divide_before:g}"] * (self.divide_before != 1)
+        more += [f"scaled by {self.scale:g}"] * (self.scale != 1)
+        more += [f"summed over {len(one)} replicas" for one in self.replica_groups[:1]]
+        more += (
+            [] if self.divide_after is None else [f"divided by {self.divide_after:g} at the end"]
         )
-        return f"{self.kind} {self.name}: {dtype}{list(self.shape)} a rank, {stages}{waits}"
+        shape = f"{dtype}{list(self.shape)} a rank"
+        return ", ".join([f"{self.kind} {self.name}: {shape}", stages, *more])
 
 
 @dataclass(frozen=True)
@@ -97,8 +105,8 @@ class Divisors:
 
 def checked_factor(name: str, value: Any) -> float:
     """Raises ValueError unless ``value`` is a positive number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ValueError(f"{name} must be a positive number, got {value!r}")
+    if not isinstance(value, Real) or value is True or not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} must be a positive number, got {value!r}. Pass the divisor")
     return float(value)
 
 

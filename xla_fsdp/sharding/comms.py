@@ -11,13 +11,7 @@ import torch
 
 from ..collectives.order import Order, after
 from ..collectives.world import World
-from .comm_plan import (
-    Collective,
-    Divisors,
-    plan_gathers,
-    plan_reductions,
-    reduced_in,
-)
+from .comm_plan import Collective, Divisors, plan_gathers, plan_reductions, reduced_in
 from .freeing import Stamp
 from .layout import Layout
 from .mixed_precision import to_float32

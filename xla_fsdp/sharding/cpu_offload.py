@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from ..wording import flag
 from .freeing import Stamp, stamps
 from .sharded_parameter import ShardedParameter, on_local_parts
 
@@ -35,9 +36,7 @@ class CPUOffload:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, bool):
-                raise TypeError(f"CPUOffload.{field.name} must be True or False, got {value!r}")
+            flag(f"CPUOffload.{field.name}", getattr(self, field.name))
         if self.stream and not self.parameters:
             raise ValueError(
                 "CPUOffload(stream=True) streams shards that are on the host, but nothing is "
@@ -56,8 +55,7 @@ class CPUOffload:
             raise ValueError(
                 "CPUOffload(stream=True) keeps nothing of a wrapper on the device after its "
                 f"forward, but reshard_after_forward={reshard} keeps parameters there (as "
-                "SHARD_GRAD_OP and NO_SHARD of sharding_strategy do). Leave one of the two options "
-                "out"
+                "SHARD_GRAD_OP of sharding_strategy does). Leave one of the two options out"
             )
 
 

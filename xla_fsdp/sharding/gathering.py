@@ -314,10 +314,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        source: Pass,
-        events: Sequence[torch.Tensor],
-        *shards: torch.Tensor,
+        ctx: Any, source: Pass, events: Sequence[torch.Tensor], *shards: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.source = weakref.ref(source)

@@ -11,9 +11,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..tree import map_tensors, tensors_in
+from ..wording import must_be
 
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NARROW = (torch.float16, torch.bfloat16)
+dtype_or_none = must_be(
+    f"one of {', '.join(map(str, COMPUTE_DTYPES))} or None",
+    lambda value: value is None or value in COMPUTE_DTYPES,
+    ValueError,
+)
+require_flag = must_be("True or False", lambda value: isinstance(value, bool), ValueError)
 
 
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,15 +72,9 @@ class MixedPrecision:
 def require_flags_and_dtypes(policy: Any, flags: Sequence[str], dtypes: Sequence[str]) -> None:
     """Raises ValueError for a wrong flag or dtype of ``policy``, or incompatible dtypes."""
     kind = type(policy).__name__
-    for name in flags:
-        value = getattr(policy, name)
-        if not isinstance(value, bool):
-            raise ValueError(f"{kind}.{name} must be True or False, got {value!r}")
-    for name in dtypes:
-        value = getattr(policy, name)
-        if value is not None and value not in COMPUTE_DTYPES:
-            allowed = ", ".join(map(str, COMPUTE_DTYPES))
-            raise ValueError(f"{kind}.{name} must be one of {allowed} or None, got {value!r}")
+    for check, names in ((require_flag, flags), (dtype_or_none, dtypes)):
+        for name in names:
+            check(f"{kind}.{name}", getattr(policy, name))
     if policy.reduce_dtype not in (None, torch.float32, policy.param_dtype):
         raise ValueError(
             f"{kind}.reduce_dtype={policy.reduce_dtype} is not supported with "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from numbers import Integral
@@ -20,9 +21,10 @@ from ..collectives.order import BackwardPrefetch
 from ..collectives.routes import require_collective_routes
 from ..collectives.world import World
 from ..ranks.slices import slices_of_ranks
+from ..wording import Check, flag, must_be
 from .cpu_offload import CPUOffload
 from .ignored import as_list
-from .mixed_precision import COMPUTE_DTYPES, MixedPrecision
+from .mixed_precision import MixedPrecision, dtype_or_none
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # in typing since Python 3.11
@@ -157,9 +159,6 @@ _REMOVED = {
     "compute_dtype=torch.bfloat16 gathers in 16 bits",
 }
 
-# From an option's name and value to the value to store; may raise.
-Check = Callable[[str, Any], Any]
-
 
 def option(
     default: Any,
@@ -181,30 +180,14 @@ def option(
     return field(default=default, compare=inherited, metadata=how)
 
 
-def must_be(
-    allowed: str,
-    holds: Callable[[Any], bool],
-    error: type[Exception] = TypeError,
-    fix: str = "Pass one of these, or leave it out",
-) -> Check:
-    """A check that raises ``error`` with the name, the value, ``allowed`` and ``fix``."""
-
-    def check(name: str, value: Any) -> Any:
-        if not holds(value):
-            raise error(f"{name} must be {allowed}, got {value!r}. {fix}")
-        return value
-
-    return check
-
-
 def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: value is None or isinstance(value, kinds)
 
 
 def _groups(name: str, value: Any) -> list[list[int]] | None:
     try:
-        return None if value is None else [[int(ordinal) for ordinal in group] for group in value]
-    except (TypeError, ValueError) as error:
+        return None if value is None else [[*map(operator.index, group)] for group in value]
+    except TypeError as error:
         raise TypeError(
             f"{name} must be lists of ordinals, such as [[0, 1], [2, 3]], or None, got {value!r}. "
             "Pass one list for each group, or leave it out"
@@ -220,19 +203,16 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
         names = tuple(value)
         if all(isinstance(one, str) for one in names):
             return names
-    raise TypeError(f"{name} must be names, such as ({str(value)!r},), got {value!r}")
+    example = (value if isinstance(value, str) else "mlp.up",)
+    raise TypeError(f"{name} must be names, such as {example}, got {value!r}. Pass a list of names")
 
 
-flag = must_be("True or False", lambda value: isinstance(value, bool))
-_dtype = must_be(
-    f"one of {', '.join(map(str, COMPUTE_DTYPES))} or None",
-    lambda value: value is None or value in COMPUTE_DTYPES,
-    ValueError,
+_number = must_be(
+    "a number or None", lambda value: _is(Integral)(value) and not isinstance(value, bool)
 )
-_number = must_be("a number or None", _is(Integral))
 _function = must_be("a function or None", lambda value: value is None or callable(value))
 _prefetch = must_be(f"{', '.join(map(str, BackwardPrefetch))} or None", _is(BackwardPrefetch))
-_reshard = must_be("True, False or a number of ranks", lambda value: isinstance(value, int))
+_reshard = must_be("True, False or a number of ranks", lambda value: isinstance(value, Integral))
 _strategy = must_be(
     f"{', '.join(map(str, ShardingStrategy))} or None",
     _is(ShardingStrategy),
@@ -316,8 +296,8 @@ class FSDPOptions:
     optimization_barrier_in_backward: bool = option(True, flag)
     sync_on_finalization: bool = option(False, flag)
     disable_reshard_on_root: bool = option(True, flag, instead="reshard_after_forward")
-    compute_dtype: torch.dtype | None = option(None, _dtype, instead="mp_policy")
-    buffer_dtype: torch.dtype | None = option(None, _dtype)
+    compute_dtype: torch.dtype | None = option(None, dtype_or_none, instead="mp_policy")
+    buffer_dtype: torch.dtype | None = option(None, dtype_or_none)
     fp32_reduce_scatter: bool = option(False, flag, instead="mp_policy")
     sharding_groups: Sequence[Sequence[int]] | None = option(None, _groups, instead="mesh")
     sharding_rank: int | None = option(None, _number, instead="mesh")

@@ -483,7 +483,7 @@ def _require_inner_first(named: NamedUnits) -> None:
                 )
 
 
-# On a module: references to the wrappers that shard its parameters.
+# On a module: references to the wrappers that shard its parameters, not those of its children.
 _WRAPPERS = "_xla_fsdp_wrappers"
 
 
@@ -506,11 +506,6 @@ def mark_sharded(module: nn.Module, *wrappers: WrapperReference) -> None:
     vars(module).setdefault(_WRAPPERS, []).extend(wrappers)
 
 
-def has_sharded_parameters(module: nn.Module) -> bool:
-    """Whether a unit shards parameters of ``module`` itself, not of its children."""
-    return _WRAPPERS in vars(module)
-
-
 def find_outer_wrappers(module: nn.Module) -> list[nn.Module]:
     """The wrappers that shard parameters in ``module``, the outermost first, including itself."""
     inside = set(module.modules()) - {module}
@@ -528,11 +523,11 @@ def find_sharded_outside(module: nn.Module, units: Iterable[Unit]) -> str | None
     """The name of a submodule that none of ``units``, those inside, shards; or ``None``."""
     held = {slot.module for unit in units for slot in unit.slots}
     for name, inner in module.named_modules():
-        if has_sharded_parameters(inner) and inner not in held:
+        if _WRAPPERS in vars(inner) and inner not in held:
             return name or type(inner).__name__
     return None
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``module`` contains wrappers, or a wrapper around it shards its parameters."""
-    return any(is_wrapper(inner) or has_sharded_parameters(inner) for inner in module.modules())
+    return any(is_wrapper(inner) or _WRAPPERS in vars(inner) for inner in module.modules())

@@ -14,6 +14,7 @@ from torch import nn
 from ..collectives.host_data import as_data
 from ..collectives.random_state import synced_device
 from ..ranks.autograd_thread import in_backward
+from ..wording import flag
 from .freeing import stamps
 from .gathering import computing_passes
 from .sharded_parameter import is_user_attribute, local, on_local_parts
@@ -55,8 +56,8 @@ def summon_full_params(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     for name, value in given.items():
-        if name != "module" and not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+        if name != "module":
+            flag(name, value)
     if writeback and rank0_only:
         raise ValueError(
             "writeback=True and rank0_only=True exclude each other, because every rank copies its "

@@ -19,7 +19,7 @@ from .gradients import accumulate
 from .ignored import mark_parameters
 from .options import FSDPOptions
 from .shard_reductions import adds_to_grad
-from .sharded_tensor import FlattenedParameter, ParameterSlot, ShardedTensor, mark_shards
+from .sharded_tensor import ParameterSlot, ShardedTensor, mark_shards
 
 if TYPE_CHECKING:
     from ..offload import HostGradients, Stream
@@ -77,7 +77,7 @@ class Unit:
         size = options.reshard_after_forward
         self.secondary_world = None if isinstance(size, bool) else subgroup(world, size)
         self.stream: Stream | None = None
-        self._rnns: list[nn.RNNBase] = []
+        self.rnns: list[nn.RNNBase] = []
         self.linears: linear.Layers = {}
 
     def add_tensor(self, tensor: ShardedTensor) -> int:
@@ -131,19 +131,6 @@ class Unit:
     def title(self) -> str:
         return self.comms.label.rstrip(".") or "the wrapper"
 
-    def add_slot(self, slot: ParameterSlot, name: str) -> None:
-        """Registers a module attribute that uses parameter ``name``, and puts its shard there."""
-        self.slots.append(slot)
-        if slot.sharded_value is None:
-            tensor, member = self.members[slot.index]
-            shape = torch.Size(tensor.layout.members[member].shape)
-            slot.shown = FlattenedParameter(shape, tensor.shard, self.comms, name)
-        slot.restore_sharded()
-        if isinstance(slot.module, nn.RNNBase):
-            if slot.module not in self._rnns:
-                self._rnns.append(slot.module)
-            self.refresh_rnns()
-
     @property
     def shards(self) -> list[nn.Parameter]:
         """What an optimizer sees."""
@@ -164,7 +151,7 @@ class Unit:
             one.restart_watch()
 
     def refresh_rnns(self) -> None:
-        for rnn in self._rnns:
+        for rnn in self.rnns:
             rnn._flat_weights = [rnn._parameters.get(name) for name in rnn._flat_weights_names]
 
     def reduce_gradients(

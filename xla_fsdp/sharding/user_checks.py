@@ -28,9 +28,7 @@ WARNED = "_xla_fsdp_warned_unsharded"
 
 
 def require_values(units: NamedUnits, doing: str) -> None:
-    waiting = [(path, unit.uninitialized) for path, unit in units if unit.uninitialized]
-    if waiting:
-        require_all_initialized(waiting, doing)
+    require_all_initialized([(path, unit.uninitialized) for path, unit in units], doing)
 
 
 def require_all_sharded(root: nn.Module, units: NamedUnits) -> None:

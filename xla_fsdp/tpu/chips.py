@@ -18,6 +18,8 @@ from types import MappingProxyType
 GIB = 2**30
 # Of a vector register of 32-bit values: columns and rows.
 LANES, SUBLANES = 128, 8
+# Of the attention kernel: multiples of the first, up to the second; compiled for v4, v5e and v6e.
+HEAD_DIM, LARGEST_HEAD_DIM = 64, 256
 
 # Besides hops and bytes. Scaling book, part 3, pop quiz 2: 8 us profiled for 3 x 32 KiB over 3
 # hops, of which hops and bytes are 5.2. One measurement, on v5e.
@@ -76,8 +78,8 @@ class Chip:
         scoped_vmem_kib: VMEM of one operation for large matmuls, or None
             (docs/design/benchmarks.md, "Matmuls and VMEM").
         overlaps_gathers: all-gathers run during compute (docs/design/benchmarks.md).
-        gains_by_rings: steps get shorter if gradients of 192 MiB and more are reduced along rows,
-            then columns of chips (docs/design/communication.md). v6e was not measured.
+        ring_bytes: gradients from this size on are reduced along rows, then columns of chips, which
+            makes steps shorter (docs/design/communication.md); 0: never. v6e was not measured.
         along_all_axes: SparseCores run collectives over a full slice along all axes in parallel;
             none becomes an all-reduce. Seen on tpu7x:2x2x1 and 4x4x4.
         gathers_along_one_ring: all-gathers over a torus are one ring
@@ -129,7 +131,7 @@ class Chip:
 
     scoped_vmem_kib: int | None = None
     overlaps_gathers: bool = False
-    gains_by_rings: bool = False
+    ring_bytes: int = 0
     along_all_axes: bool = False
     gathers_along_one_ring: bool = False
     small_gathers_reduce: bool = False
@@ -332,7 +334,9 @@ V5E = Chip(
     host_memory={1: 48, 4: 192, 8: 384},
     scoped_vmem_kib=49152,
     overlaps_gathers=True,
-    gains_by_rings=True,
+    # Four blocks of ViT-10B on v5e:16x16 took 107.8 ms a step with no gradients around rows, 104.6
+    # with those of 210 MB, 109.3 with smaller ones too.
+    ring_bytes=192 << 20,
     gathers_along_one_ring=True,
     crashes_on_fused_loops=True,
     sources={

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 
-from ...tpu.chips import LANES, Chip
+from ...tpu.chips import HEAD_DIM, LANES, LARGEST_HEAD_DIM, Chip
 from .hlo import HloComputation, Instruction, leaves, numbers, parse_module
 from .places import inline_schedule
 
@@ -91,7 +91,6 @@ def _cost(instruction: Instruction) -> dict[str, str]:
     return config.get("cost_estimate") or {}
 
 
-_HEAD_DIM, _LARGEST_HEAD_DIM = 64, 256  # as layers/attention.py, which needs torch
 _ATTENTION_STEP = re.compile(
     r"= \w+\[([\d,]+)\]\S* (?:dot\(.*lhs_batch_dims=\{\d|(exponential)\().*"
     r'op_name="(?:\w+\[[^\]"]*\][\d.]*/)*forward\['
@@ -131,6 +130,6 @@ def why_no_kernel(traced: str, chip: Chip) -> str:
         if length % LANES:
             more = length + -length % LANES
             return f"{length} tokens are no multiple of {LANES}; {more} would be"
-    if dim % _HEAD_DIM or dim > _LARGEST_HEAD_DIM:
-        return f"the head dimension {dim} is no multiple of {_HEAD_DIM} up to {_LARGEST_HEAD_DIM}"
+    if dim % HEAD_DIM or dim > LARGEST_HEAD_DIM:
+        return f"the head dimension {dim} is no multiple of {HEAD_DIM} up to {LARGEST_HEAD_DIM}"
     return ""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 from math import prod
 
-from ...tpu.chips import Chip
+from ...tpu.chips import LANES, SUBLANES, Chip
 from ..records import Buffer, CompiledCollective, HostCopy, Op, Schedule
 from .assignment import Assignment, Value, without_overlap
 from .compiled_collectives import Found, find_collectives
@@ -200,11 +200,11 @@ def _elements_of_scores(module: HloModule) -> int:
 
 
 def _padded_share(matmul: Instruction) -> float:
-    """The share of its result that pads tiles of 8 by 128."""
+    """The share of its result that pads the tiles of vector registers."""
     (shape, *_) = leaves(matmul.shape)
     order = [int(n) for n in shape.layout.partition(":")[0].split(",") if n.isdecimal()]
     padded = list(shape.dims)
-    for axis, tile in zip(order, (128, 8), strict=False):
+    for axis, tile in zip(order, (LANES, SUBLANES), strict=False):
         padded[axis] = -(-padded[axis] // tile) * tile
     return 1 - prod(shape.dims) / prod(padded) if prod(padded) else 0.0
 
