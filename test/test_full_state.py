@@ -261,10 +261,11 @@ def by_number_of(plain, plain_optimizer, optim):
     "case",
     [
         (adamw, zoo, "nested", "flat"),
+        (adamw, stacked, "nested", "scan", True),
         pytest.param((asgd, stacked, "scan", "nested", True), marks=pytest.mark.slow),
         pytest.param((nadam, zoo, "flat", "dim0", True), marks=pytest.mark.slow),
     ],
-    ids=lambda case: f"{case[0].__name__}-{case[2]}",
+    ids=lambda case: f"{case[0].__name__}-{case[2]}-{case[3]}",
 )
 def test_training_goes_on_in_plain_torch_and_in_another_wrapping(run_ranks, case):
     run_ranks(lambda rank: go_on(rank, 3, *case), 3)

@@ -447,6 +447,16 @@ def test_a_config_file_is_what_the_plugin_reads(tmp_path, monkeypatch):
         path.write_text(YAML.replace(before, after))
         with pytest.raises(ValueError, match=message):
             environment_of(read_config(str(path)))
+    for name, content in (
+        ("fsdp.json", b"no"),
+        ("latin.yaml", b"a: \xe9"),
+        ("latin.json", b"\xe9"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name} is not a config file of Accelerate"):
+            read_config(str(tmp_path / name))
+    with pytest.raises(FileNotFoundError, match="no config file .*none.yaml: pass another"):
+        read_config(str(tmp_path / "none.yaml"))
     # Version 1 as this release of accelerate writes it; and what YAML makes of a bare no.
     for name in variables:
         monkeypatch.delenv(name)

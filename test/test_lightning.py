@@ -289,6 +289,18 @@ def test_layers_and_parameters_that_nothing_would_shard_are_refused():
 
 
 @on_each_rank(2)
+def test_vectors_that_no_optimizer_updates_are_refused(rank):
+    ours = TrainerStrategy(auto_wrap_policy={Block}, flatten_parameters=True)
+    words = Words()
+    words.on_before_optimizer_step = lambda optimizer: None
+    words.configure_optimizers = lambda: torch.optim.SGD(words.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="no optimizer updates flat_param_0.*self.trainer.model"):
+        fit(trainer_for(ours, max_steps=1, enable_checkpointing=False), 2, words)
+    words.configure_optimizers = lambda: torch.optim.SGD(words.trainer.model.parameters(), lr=0.1)
+    fit(trainer_for(ours, max_steps=1, enable_checkpointing=False), 2, words)
+
+
+@on_each_rank(2)
 def test_a_policy_is_ignored_where_layers_are_wrapped(rank):
     settings = TrainerStrategy(
         auto_wrap_policy={torch.nn.Linear}, activation_checkpointing_policy={torch.nn.Linear}

@@ -114,6 +114,10 @@ class Averaged(Tagger):
     def on_train_batch_end(self, *args):
         self.averages[0].update_parameters(self.backbone[1])
 
+    def on_save_checkpoint(self, checkpoint):
+        named = self.averages[0].module.named_parameters()
+        checkpoint["average"] = {name: value.detach() for name, value in named}
+
 
 class Trimmed(Tagger):
     """Says itself what is saved of it: no frozen bias, and the head in half precision."""
@@ -419,11 +423,17 @@ def with_fabric(side, precision, kind):
 
 
 def averaged(side):
-    """Weights that the module averages, as the message about callbacks that average says."""
-    model = Averaged()
-    found = side.fit(side.trainer(**STEPS), model)
+    """Weights that the module averages, as the message about callbacks that average says; saved."""
+    saved = {}
+    for state in ("full", "sharded"):
+        kept = callbacks.ModelCheckpoint(side.folder / f"averaged-{state}", "{epoch}")
+        trainer, model = side.trainer(kept, state=state, **STEPS), Averaged()
+        found = side.fit(trainer, model)
+        checkpoint = trainer.strategy.load_checkpoint(kept.best_model_path, weights_only=False)
+        saved[state] = checkpoint["average"]
     average = model.averages[0].module
-    return found | {"average": full_state_dict(average) if side.ranks else average.state_dict()}
+    found["average"] = full_state_dict(average) if side.ranks else average.state_dict()
+    return found | {"saved": saved}
 
 
 def trimmed(side):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -504,10 +505,12 @@ def _names_of_numbers(
     if [len(group["params"]) for group in saved_groups] == [len(own) for own in groups]:
         ordered = [sorted(own, key=place.__getitem__) for own in groups]
         for number, own in enumerate(groups):
-            # Only separately sharded parameters show in which order the user listed them.
+            # Separate parameters, and the first block of stacks, show in which order the user
+            # listed them; a vector of several parameters does not.
+            firsts = [next(shards) for _, shards in groupby(own, lambda shard: id(shard.holder))]
             single = [
                 place[shard]
-                for shard in own
+                for shard in firsts
                 if shard.layout is None or shard.numel == shard.layout.numel
             ]
             if single != sorted(single):

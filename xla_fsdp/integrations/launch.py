@@ -9,6 +9,7 @@ import argparse
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.config.config_args import (
+    ClusterConfig,
+    default_config_file,
+    load_config_from_file,
+)
 from accelerate.utils.constants import (
     FSDP_AUTO_WRAP_POLICY,
     FSDP_BACKWARD_PREFETCH,
@@ -53,6 +58,10 @@ _OPTIONS: dict[str, Sequence[str] | None] = {
     "fsdp_min_num_params": None,
     "fsdp_ignored_modules": None,
 }
+# What accelerate raises for anything but a mapping, and for other bytes than text.
+_UNREADABLE = (
+    AttributeError, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError,
+)  # fmt: skip
 # Sections of the file that are not supported on XLA.
 _FOREIGN = ("deepspeed_config", "megatron_lm_config", "fp8_config", "parallelism_config")
 
@@ -124,9 +133,15 @@ def import_integrations() -> None:
 def read_config(path: str | None) -> ClusterConfig:
     """Reads the file ``path``, or the default file of ``accelerate config``. Raises ValueError if
     it is not a config file of Accelerate, OSError if it cannot be read."""
+    path = path or default_config_file
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"there is no config file {path}: pass another --config_file, or write one with "
+            "accelerate config; docs/how-to/accelerate.md has an example"
+        )
     try:
         config = load_config_from_file(path)
-    except (AttributeError, KeyError, TypeError, yaml.YAMLError) as error:  # anything but a mapping
+    except _UNREADABLE as error:
         raise ValueError(
             f"{path} is not a config file of Accelerate ({to_one_line(error)}); "
             "docs/how-to/accelerate.md has an example"

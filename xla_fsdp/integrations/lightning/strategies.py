@@ -175,6 +175,21 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             adopt(optimizer)
+        self._require_vectors_in_optimizers()
+
+    def _require_vectors_in_optimizers(self) -> None:
+        """Raises ValueError if a vector of ``flatten_parameters`` would silently not be trained:
+        those of the root belong to the wrapper, so ``self.parameters()`` has none of them."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        assert self.model is not None
+        for name, parameter in self.model.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in updated:
+                raise ValueError(
+                    f"no optimizer updates {name}, in which flatten_parameters stores parameters "
+                    f"of {type(self.lightning_module).__name__}. In configure_optimizers use "
+                    "self.trainer.model.parameters() instead of self.parameters()"
+                )
 
     def model_to_device(self) -> None:
         """Does nothing: shards are on the device already."""
