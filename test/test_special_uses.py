@@ -31,7 +31,16 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
-from xla_fsdp import CPUOffload, CPUOffloadPolicy, checkpoint_module, fully_shard, scan_blocks
+from xla_fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    checkpoint_module,
+    full_state_dict,
+    fully_shard,
+    load_checkpoint,
+    save_checkpoint,
+    scan_blocks,
+)
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.layers import all_gather_with_grad
 
@@ -64,6 +73,33 @@ def test_memory_formats(rank):
         ours(images.chunk(2)[rank].to("xla")).square().mean().backward()
         plain(images).square().mean().backward()
         assert_same_gradients(ours, plain)
+
+
+@pytest.mark.parametrize("wrap", [FSDP, fully_shard, scan_blocks])
+@on_each_rank(2)
+def test_a_default_device(rank, size, folder, wrap):
+    """Around everything that a script does."""
+
+    def train(model, x):
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        for _ in range(2):
+            mean_square(model, x).backward()
+            finish_step(optimizer)
+        return optimizer
+
+    torch.manual_seed(3)
+    plain, x = [nn.Linear(WIDTH, WIDTH) for _ in range(2)], here(rank)
+    with torch.device("xla"):
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        for ours, theirs in zip(layers, plain, strict=True):
+            ours.load_state_dict(theirs.state_dict())
+        model = wrap(layers if wrap is scan_blocks else nn.Sequential(*layers))
+        optimizer = train(model, x)
+        save_checkpoint(folder, model, optimizer, step=1)
+        load_checkpoint(folder, model, optimizer)
+        found = full_state_dict(model, rank0_only=False)
+    train(nn.Sequential(*plain), inputs_of_all())
+    torch.testing.assert_close(found, nn.Sequential(*plain).state_dict(), rtol=1e-4, atol=1e-5)
 
 
 class Transposed(nn.Module):
