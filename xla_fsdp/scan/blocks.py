@@ -88,7 +88,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         self.register_load_state_dict_pre_hook(_stack_state)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        require_plain_call(type(self).__name__)
+        require_plain_call(type(self).__name__, (x, args, kwargs))
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             raise TypeError(
                 "scanned blocks need a floating-point tensor as first argument, got "
