@@ -76,6 +76,8 @@ def test_memory_formats(rank):
         ours(images.chunk(2)[rank].to("xla")).square().mean().backward()
         plain(images).square().mean().backward()
         assert_same_gradients(ours, plain)
+    flat, text = FSDP(model(), flatten_parameters=True), "'flat_param_0'.* leave memory_format out"
+    raises(RuntimeError, text, flat.to, memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("wrap", [FSDP, fully_shard, scan_blocks])

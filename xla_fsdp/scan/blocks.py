@@ -460,6 +460,7 @@ class _Run:
             stack.enter_context(without_checkpoints())
             given = checks.inputs_of([x, *full, *buffers, *constants])
             stack.enter_context(checks.ForbidHostValues(self.unit.module, given))
+            stack.enter_context(checks.ForbidFallbacks(self.unit.module, given))
             stack.enter_context(checks.forbid_lost_changes(self.unit, full, given, (args, kwargs)))
             y = self.unit.module(x, *args, **kwargs)
             after = [buffer.value for buffer in self.unit.buffers]
