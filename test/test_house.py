@@ -5,7 +5,9 @@ import re
 from collections import Counter
 
 import pytest
+import torch
 from conftest import ROOT
+from torch.utils._device import _device_constructors
 
 SOURCES = sorted((ROOT / "xla_fsdp").rglob("*.py"))
 COLLECTIVES = {
@@ -55,6 +57,24 @@ def test_is_done_in_one_place(owner, names, homes):
         if calls(path, owner) & names
     }
     assert found == homes
+
+
+MAKES = {make.__name__ for make in _device_constructors() if hasattr(torch, make.__name__)}
+
+
+def test_new_tensors_have_a_device():
+    """Inside ``with torch.device("xla")`` they would be on that device. Programs of pods have no
+    such context around them."""
+    found = {
+        (path.name, ast.unparse(node))
+        for path in [*SOURCES, *(ROOT / "consolidate").rglob("*.py")]
+        if ROOT / "xla_fsdp/pods" not in path.parents
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if ast.unparse(node.func.value) == "torch" and node.func.attr in MAKES
+        if {"device", "out", None}.isdisjoint(keyword.arg for keyword in node.keywords)
+    }
+    assert found == set()
 
 
 def test_attributes_on_others_objects_have_one_meaning():

@@ -379,6 +379,11 @@ def read_in_a_block(wrong):
     with pytest.raises(ValueError, match=r"reads values on the host \(_weight_norm\)"):
         block = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
         xla_fsdp.scan_blocks([block])(x())
+    with pytest.raises(
+        ValueError, match="calls aten.linalg_matrix_exp.*, which torch_xla computes"
+    ):
+        block = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)))
+        xla_fsdp.scan_blocks([block])(x())
     trains(xla_fsdp.scan_blocks([Selects(4, 4), Selects(4, 4)]))
 
 

@@ -1,6 +1,7 @@
 """What operations do with sharded parameters: as one plain process has it, or an error by name."""
 
 import copy
+import functools
 import io
 import math
 
@@ -509,10 +510,10 @@ def weighted_penalty(model, x):
     return own * (1 + norms) + own * sum(p.max() + p.sum() for p in model.parameters())
 
 
-def gradient_penalty(model, x):
-    norms = sum(p.norm() ** 2 for p in model.parameters())
+def gradient_penalty(model, x, power=2):
+    norms = sum(p.norm() ** power for p in model.parameters())
     gradients = torch.autograd.grad(norms, list(model.parameters()), create_graph=True)
-    return sum(g.square().sum() for g in gradients) * model(x).mean().detach()
+    return sum((g**3).sum() for g in gradients) * model(x).mean().detach()
 
 
 def inside_of(inner):
@@ -527,6 +528,7 @@ def inside_of(inner):
 LOSSES = {
     "weighted": (weighted_penalty, False),
     "of gradients": (gradient_penalty, False),
+    "of gradients of norms": (functools.partial(gradient_penalty, power=1), False),
     "in a forward": (mean_square, True),
 }
 RANKS = 4
@@ -640,6 +642,16 @@ def test_gradients_of_a_penalty_on_shards_on_the_host(rank):
     assert all(p.grad is None for p in rest)
     with torch.no_grad():
         assert first.norm().device.type == "cpu"
+    total, text = (
+        sum(p.norm() for p in model.parameters()),
+        "host .* was computed with create_graph",
+    )
+    every = list(model.parameters())
+    raises(RuntimeError, text, torch.autograd.grad, total, every, create_graph=True)
+    model.zero_grad()
+    sum(p.norm() for p in model.parameters()).backward(create_graph=True)
+    for own, grad in zip(model.parameters(), grads, strict=True):
+        close(own.grad.full_tensor(), grad)
 
 
 def with_a_number(p):

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import io
 from typing import Any
 
 import pytest
@@ -28,10 +29,21 @@ from small_models import (
     wrapped,
 )
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
-from xla_fsdp import CPUOffload, CPUOffloadPolicy, checkpoint_module, fully_shard, scan_blocks
+from xla_fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    checkpoint_module,
+    full_state_dict,
+    fully_shard,
+    load_checkpoint,
+    save_checkpoint,
+    scan_blocks,
+)
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.layers import all_gather_with_grad
 from xla_fsdp.sharding.sharded_parameter import ShardedParameter
@@ -65,6 +77,63 @@ def test_memory_formats(rank):
         ours(images.chunk(2)[rank].to("xla")).square().mean().backward()
         plain(images).square().mean().backward()
         assert_same_gradients(ours, plain)
+    flat, text = FSDP(model(), flatten_parameters=True), "'flat_param_0'.* leave memory_format out"
+    raises(RuntimeError, text, flat.to, memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("wrap", [FSDP, fully_shard, scan_blocks])
+@on_each_rank(2)
+def test_a_default_device(rank, size, folder, wrap):
+    """Around everything that a script does."""
+
+    def train(model, x):
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        for _ in range(2):
+            mean_square(model, x).backward()
+            finish_step(optimizer)
+        return optimizer
+
+    torch.manual_seed(3)
+    plain, x = [nn.Linear(WIDTH, WIDTH) for _ in range(2)], here(rank)
+    with torch.device("xla"):
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        for ours, theirs in zip(layers, plain, strict=True):
+            ours.load_state_dict(theirs.state_dict())
+        model = wrap(layers if wrap is scan_blocks else nn.Sequential(*layers))
+        optimizer = train(model, x)
+        save_checkpoint(folder, model, optimizer, step=1)
+        load_checkpoint(folder, model, optimizer)
+        found = full_state_dict(model, rank0_only=False)
+    train(nn.Sequential(*plain), inputs_of_all())
+    torch.testing.assert_close(found, nn.Sequential(*plain).state_dict(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [FSDP, fully_shard, scan_blocks])
+@on_each_rank(1)  # the flags are those of all threads
+def test_parameters_stay_the_same_objects(rank, wrap):
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = wrap(list(layers) if wrap is scan_blocks else copy.deepcopy(layers))
+    state, first = model.state_dict(), next(model.parameters())
+    for flag, calls in (
+        ("swap", [model.half, lambda: model.to("xla"), lambda: model.load_state_dict(state)]),
+        ("overwrite", [model.half, lambda: nn.Sequential(model).to(torch.float64)]),
+    ):
+        change = getattr(torch.__future__, f"set_{flag}_module_params_on_conversion")
+        change(True)
+        try:
+            for call in calls:
+                text = rf"would replace .*[.]set_{flag}_module_params_on_conversion\(False\)"
+                raises(RuntimeError, text, call)
+        finally:
+            change(False)
+        calls[0]()  # the remedy
+    values = nn.Parameter(torch.ones(first.shape, device="xla", dtype=first.dtype))
+    for pair in ((first, values), (values, first)):
+        text = "would replace parameter '.*weight' .*copy_"
+        raises(RuntimeError, text, torch.utils.swap_tensors, *pair)
+    with torch.no_grad():
+        first.copy_(values)
+    assert first is next(model.parameters()) and first.full_tensor().eq(1).all()
 
 
 class Transposed(nn.Module):
@@ -462,6 +531,26 @@ def test_torch_compile_is_refused(rank):
     torch_xla.sync()
 
 
+@on_each_rank(1)
+def test_graphs_for_export_are_refused(rank):
+    """torch makes them with flags and functions of the process, which ranks in threads share."""
+    x = here(rank)
+    for wrap in (wrapped, fully_shard, lambda layers: scan_blocks([layers[0]])):
+        for call in (
+            lambda model: torch.jit.trace(model, x),
+            torch.jit.script,
+            torch.fx.symbolic_trace,
+            lambda model: make_fx(model)(x),
+            lambda model: torch.export.export(model, (x,), strict=False),
+            lambda model: torch.onnx.export(model, (x,), io.BytesIO(), dynamo=False),
+        ):
+            for around in (lambda model: model, nn.Sequential):
+                model = around(wrap(mlp()))
+                raises(RuntimeError, r"not wrapped, with the values .*full_state_dict", call, model)
+                mean_square(model, x).backward()
+    torch_xla.sync()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_each_rank()
 def test_torch_func_is_refused(rank):
@@ -732,6 +821,37 @@ def test_hooks_on_what_is_reduced_at_the_end(rank):
             one[1](x).square().mean().backward()
         one[1](x).square().mean().backward(inputs=[one[1][0].weight])
     assert_same_gradients(model, plain)
+
+
+@on_each_rank(2)
+def test_hooks_on_what_several_units_reduce_at_the_end(rank):
+    """A weight of two units that only a backward inside ``no_sync`` reaches: one call."""
+
+    def compute(self, x, tied):
+        return self.first(x) + self.second(x * 2) if tied else self.last(x)
+
+    def build(wrap=lambda module: module):
+        torch.manual_seed(3)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        layers[1].weight = layers[0].weight
+        names = ("first", "second", "last")
+        return wrap(Computes(compute, **dict(zip(names, map(wrap, layers), strict=True))))
+
+    def train(model, x):
+        weight = dict(model.named_parameters())["first.weight"]
+        weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        for tied in (True, False):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(not tied)
+            with model.no_sync() if tied and isinstance(model, FSDP) else contextlib.nullcontext():
+                model(x, tied).square().mean().backward()
+
+    plain = build()
+    train(plain, inputs_of_all())
+    for wrap in (FSDP, fully_shard, functools.partial(FSDP, cpu_offload=CPUOffload())):
+        model = build(wrap)
+        train(model, here(rank))
+        assert_same_gradients(model, plain)
 
 
 @on_each_rank(2, timeout=1500)

@@ -263,7 +263,7 @@ class _ModuleRecomputation(_Recomputation):
             # On XLA a copy uses no memory, and the forward may change its input in place.
             kept = [torch.view_copy(t, t.shape) if t.device.type == "xla" else t for t in tensors]
         kept = [hosted.get(number, tensor) for number, tensor in enumerate(kept)]
-        self.saved = _SaveInputs.apply(torch.zeros((), requires_grad=True), *kept)
+        self.saved = _SaveInputs.apply(torch.zeros((), requires_grad=True, device="cpu"), *kept)
 
     def offload(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Stores inputs in host memory. The forward waits until the previous module's are there."""

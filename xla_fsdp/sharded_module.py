@@ -27,7 +27,7 @@ from .sharding.ignored import ignored_mark_of, is_ignored, mark_ignored
 from .sharding.options import FSDPOptions
 from .sharding.state import FSDPState, unique_units, units_in
 from .sharding.summon import require_no_scanned, summon_full_params
-from .sharding.user_checks import has_forward, require_values
+from .sharding.user_checks import has_forward, raise_exported, require_values
 from .wrap import recursive_wrap, require_unwrapped, warn_if_none_chosen
 
 
@@ -201,6 +201,8 @@ class ShardedModule(nn.Module):
                 f"cannot be moved to {found}. To get the values on the host call "
                 "xla_fsdp.full_state_dict(model); for a model there, consolidate a checkpoint"
             )
+        for tensor in unit.stored:
+            metadata.require_no_new_parameters("the conversion of a module", repr(tensor.name))
         waiting = remaining_uninitialized(unit.uninitialized)
         super()._apply(stay_on_host(fn, unit.shards), recurse)
         for one in waiting:
@@ -224,6 +226,10 @@ class ShardedModule(nn.Module):
             "a sharded model cannot be pickled, because its shards are on this rank's device. Save "
             "state_dict() and get_shard_metadata(), or xla_fsdp.full_state_dict(model)"
         )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called only by ``torch.jit.script``."""
+        raise_exported(type(self._unit.module).__name__)
 
     def _fqn_modifiers(self) -> NoReturn:
         """Called only by ``torch.distributed.checkpoint.state_dict``."""

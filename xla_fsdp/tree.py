@@ -17,7 +17,9 @@ def overrides_dispatch(kind: type[torch.Tensor]) -> bool:
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
-def map_tensors(fn: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor) -> Any:
+def map_tensors(
+    fn: Callable[[Any], Any], value: Any, leaf: type | tuple[type, ...] = torch.Tensor
+) -> Any:
     """``value`` with ``fn`` applied to every ``leaf`` in it.
 
     Visits mappings, lists, (named) tuples, sets, dataclass instances and ``PackedSequence``, which
@@ -51,7 +53,7 @@ def map_tensors(fn: Callable[[Any], Any], value: Any, leaf: type = torch.Tensor)
     return value
 
 
-def tensors_in(value: Any, leaf: type = torch.Tensor) -> list[Any]:
+def tensors_in(value: Any, leaf: type | tuple[type, ...] = torch.Tensor) -> list[Any]:
     found: dict[int, Any] = {}
     map_tensors(lambda tensor: found.setdefault(id(tensor), tensor), value, leaf)
     return list(found.values())

@@ -71,7 +71,7 @@ class FileTensor:
                     "not change the model while it is saved."
                 )
             if origin is not self.dtype:
-                piece = copy_into(torch.empty(len(piece), dtype=self.dtype), piece)
+                piece = copy_into(torch.empty(len(piece), dtype=self.dtype, device="cpu"), piece)
             yield tensor_bytes(piece)
 
 
@@ -191,7 +191,9 @@ class CheckedFile:
                 done += len(part)
 
     def read(self, key: str, begin: int, end: int) -> torch.Tensor:
-        out = torch.empty(end - begin, dtype=DTYPES[self.container.entries[key].dtype])
+        out = torch.empty(
+            end - begin, dtype=DTYPES[self.container.entries[key].dtype], device="cpu"
+        )
         self.read_to(out, key, begin)
         return out
 

@@ -164,7 +164,7 @@ class ShardedCheckpoint:
             if optimizer is None:
                 raise ValueError(f"{self.folder}: has no optimizer, so it has no state {state!r}")
             dtype = optimizer.state[name].sharded[state]
-        out = torch.empty(end - begin, dtype=DTYPES[dtype])
+        out = torch.empty(end - begin, dtype=DTYPES[dtype], device="cpu")
         self.read_to(out, state, name, begin)
         return out
 

@@ -144,7 +144,9 @@ def _decode_tagged(kind: Any, of: Any, label: str, depth: int) -> Any:
         if math.prod(shape) * dtype.itemsize != len(data) or len(of) != 3:
             raise ValueError(f"{len(data)} bytes do not match shape {shape!r:.60}")
         flat = (
-            torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+            torch.frombuffer(bytearray(data), dtype=dtype)
+            if data
+            else torch.empty(0, dtype=dtype, device="cpu")
         )
         return flat.reshape(shape)
     if not isinstance(of, list):

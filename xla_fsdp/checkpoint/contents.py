@@ -184,7 +184,7 @@ def _file_tensors(
     for buffer in inventory.buffers:
         begin = (buffer.row or 0) * math.prod(buffer.shape)
         yield item(buffer_key(buffer.name), buffer.tensor, begin, buffer.shape)
-    bytes_of_device = torch.tensor(list(random.to_bytes()), dtype=torch.uint8)
+    bytes_of_device = torch.tensor(list(random.to_bytes()), dtype=torch.uint8, device="cpu")
     for key, value in ((RNG_TORCH, torch.get_rng_state()), (RNG_XLA, bytes_of_device)):
         yield _in_memory(key, value, tuple(value.shape))
 

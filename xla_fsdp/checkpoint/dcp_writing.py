@@ -110,7 +110,10 @@ class _DcpValue:
             else:
                 yield None, value
         elif shard is not None and shard.numel == 0 and rank == 0:
-            yield _full_range(shard.shape), torch.empty(shard.shape, dtype=value.dtype)
+            yield (
+                _full_range(shard.shape),
+                torch.empty(shard.shape, dtype=value.dtype, device="cpu"),
+            )
         elif shard is not None and shard.writes:
             for block in split_index_range(shard.shape, shard.begin, shard.end):
                 first = shard.at + block.begin - shard.begin

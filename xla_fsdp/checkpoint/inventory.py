@@ -386,7 +386,7 @@ def _gather(first: ParameterShard, value: torch.Tensor) -> torch.Tensor:
         return shard.new_zeros(layout.padded_shape)
     # The index of a stacked block is an input: a constant would compile a program per block.
     if shard.numel() != count:
-        block = torch.tensor([first.first // count]).to(world.device)
+        block = torch.tensor([first.first // count], device="cpu").to(world.device)
         shard = torch.index_select(shard.view(-1, count), 0, block)
     full = world.all_gather(shard.view(layout.comm_shape), first.name)
     del shard

@@ -194,7 +194,9 @@ def convert_state_to_save(
 
 def unsharded_placeholder(shard: ParameterShard) -> nn.Parameter:
     """A CPU tensor with the shape of the unsharded parameter that stores one element."""
-    return nn.Parameter(torch.zeros((), dtype=shard.dtype).expand(shard.shape), requires_grad=False)
+    return nn.Parameter(
+        torch.zeros((), dtype=shard.dtype, device="cpu").expand(shard.shape), requires_grad=False
+    )
 
 
 def convert_state_to_load(

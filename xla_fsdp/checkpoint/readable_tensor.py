@@ -44,7 +44,7 @@ class ReadableTensor:
         return math.prod(self.shape)
 
     def read(self, begin: int, end: int) -> torch.Tensor:
-        out = torch.empty(end - begin, dtype=self.dtype)
+        out = torch.empty(end - begin, dtype=self.dtype, device="cpu")
         self.fill(out, begin)
         return out
 
@@ -85,7 +85,7 @@ def read_holder_values(
     else:
         covered = sum(shard.length for shard, stored in members.items() if stored is not None)
         make = torch.empty if covered == shape.numel() else torch.zeros
-        flat = make(shape.numel(), dtype=dtype)
+        flat = make(shape.numel(), dtype=dtype, device="cpu")
     for shard, stored in members.items():
         if stored is not None and (shard.length or stored.collective):
             stored.read_to(flat[shard.at : shard.at + shard.length], shard.begin)
@@ -149,13 +149,13 @@ def _has_stored(value: Any) -> bool:
 
 def _send(world: World, own: torch.Tensor | None, size: int, begin: int, end: int) -> torch.Tensor:
     """Sends ``own``, ``size`` bytes of rank 0. Every rank returns the bytes ``begin .. end``."""
-    kept = torch.empty(end - begin, dtype=torch.uint8)
+    kept = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
     for low in range(0, size, 4 * _MOST_WORDS):
         high = min(low + 4 * _MOST_WORDS, size)
         words = _FEWEST_WORDS
         while 4 * words < high - low:
             words *= 2
-        block = torch.zeros(words, dtype=torch.int32)
+        block = torch.zeros(words, dtype=torch.int32, device="cpu")
         if own is not None:
             block.view(torch.uint8)[: high - low] = own.view(torch.uint8)[low:high]
         # Waits for the block, so that the device has one at a time.

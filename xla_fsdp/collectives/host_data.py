@@ -28,11 +28,13 @@ _SHARED = frozenset({
 })  # fmt: skip
 
 
-def as_data(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Sends ``value``, which is on the host, to ``device``: a transfer, no program.
+def as_data(value: Any, device: torch.device) -> torch.Tensor:
+    """Sends ``value``, a tensor on the host, a number or lists, to ``device``: no program.
 
     ``.to()`` would make a constant of one element, and another program for each value.
     """
+    if not isinstance(value, torch.Tensor):
+        value = torch.tensor(value, device="cpu")
     if is_simulated_rank() and (shared := share(value, device)) is not None:
         return shared
     sent: Any = xm.send_cpu_data_to_device([value], device)  # a list, whatever its annotation says

@@ -99,7 +99,8 @@ def _computed(
         xb.mkparam(builder, number, xb.mkshape(xb.Op.from_torch_type(t.dtype), tuple(t.shape)))
         for number, t in enumerate((tensor, place))
     )
-    computation = xb.Op.tuple([function(given, at.reshape([]))]).build("host_memory")
+    with torch.device("cpu"):  # torch_xla makes constants on the default device
+        computation = xb.Op.tuple([function(given, at.reshape([]))]).build("host_memory")
     made = xlac.call_computation("xla::host_memory", [tensor, place], computation)
     return made[0]
 

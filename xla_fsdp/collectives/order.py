@@ -192,7 +192,7 @@ def separate_collectives(device: torch.device) -> Iterator[None]:
         if order is None:
             yield
         else:
-            with order.separate_chain(lambda: as_data(torch.tensor(False), device)):
+            with order.separate_chain(lambda: as_data(False, device)):
                 yield
     finally:
         xlac.set_collective_token(str(device), token)

@@ -203,7 +203,7 @@ class World:
         parts = parts.view(halves, full.shape[0] // halves, *full.shape[1:])
         if rings not in self._tables:
             # A table, not constants: all ranks must have the same program.
-            self._tables[rings] = as_data(torch.tensor(rings.parts(self.rank)), self.device)
+            self._tables[rings] = as_data(rings.parts(self.rank), self.device)
         mine = self._tables[rings]
         reduced = []
         for way in range(2):
@@ -235,7 +235,7 @@ class World:
     @cached_property
     def rank_on_device(self) -> torch.Tensor:
         """``[rank]``, int32."""
-        return as_data(torch.tensor([self.rank], dtype=torch.int32), self.device)
+        return as_data(torch.tensor([self.rank], dtype=torch.int32, device="cpu"), self.device)
 
     def _all_reduce(
         self, value: torch.Tensor, groups: Groups, kind: str, label: str
@@ -386,7 +386,7 @@ def broadcast_from_first(world: World, value: torch.Tensor) -> torch.Tensor:
     alone = contextlib.nullcontext() if world.context is None else world.context.separate_channels()
     with alone:
         for add, first in firsts:
-            mine = as_data(torch.tensor(first), world.device)  # 0-d, as the value may be
+            mine = as_data(first, world.device)  # 0-d, as the value may be
             result = add(torch.where(mine, result, torch.zeros_like(result)), "from the first")
         result = result.to(value.dtype)
         xlac.start_tensors([result])

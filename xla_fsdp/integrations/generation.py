@@ -219,7 +219,7 @@ class _Decoding:
             width = self.bucket(longest)
             mask = inputs.pop("attention_mask", None)
             if mask is None:
-                mask = torch.ones(own, length, dtype=torch.long)
+                mask = torch.ones(own, length, dtype=torch.long, device="cpu")
             self._encoded = length
             padded = map_tensors(lambda value: _filled(value, 1, width), inputs)
             padded["attention_mask"] = self._of_prompts(mask, width)
@@ -241,7 +241,7 @@ class _Decoding:
             width = self.bucket(self._most("the length of its input", length)[0])
         elif length != 1:
             raise ValueError(f"expected one new token per sequence, got {length}")
-        padded = self._padded(inputs, own, torch.arange(width) + first)
+        padded = self._padded(inputs, own, torch.arange(width, device="cpu") + first)
         last = padded if width == 1 else _last_column(padded, length)
         self._again = last, first + length - 1
         scores: Any = self._compute(padded, first, length)
@@ -260,7 +260,7 @@ class _Decoding:
         return getattr(self.cache, "self_attention_cache", self.cache)
 
     def _anybody(self, unfinished: bool) -> bool:
-        flag = torch.tensor([float(unfinished)]).to(self.world.device)
+        flag = torch.tensor([float(unfinished)], device="cpu").to(self.world.device)
         flag = self.world.all_reduce_max(flag, "generate")
         torch_xla.sync()
         return bool(flag.item())
@@ -279,7 +279,7 @@ class _Decoding:
             encoded = given["encoder_outputs"][0].shape[1]
             mask = given.get("attention_mask")
             if mask is None:
-                mask = torch.ones(own, self._encoded or encoded, dtype=torch.long)
+                mask = torch.ones(own, self._encoded or encoded, dtype=torch.long, device="cpu")
             given["attention_mask"] = self._of_prompts(mask, encoded)
             name = "decoder_attention_mask"
         masks = given.get(name)
@@ -294,8 +294,8 @@ class _Decoding:
         their output is unused, but must be finite."""
         if mask is None:  # causal
             if _TAKES_POSITIONS:
-                return torch.ones(own, self.slots.length, dtype=torch.long)
-            mask = torch.arange(self.slots.length) <= positions[:, None]
+                return torch.ones(own, self.slots.length, dtype=torch.long, device="cpu")
+            mask = torch.arange(self.slots.length, device="cpu") <= positions[:, None]
             mask = mask.expand(own, 1, -1, -1)
         elif mask.dim() != 4:
             if _TAKES_POSITIONS and self.model.config.is_encoder_decoder:
@@ -326,11 +326,11 @@ class _Decoding:
     def _compute(self, padded: dict[str, Any], first: int, length: int) -> torch.Tensor:
         """The scores [R, 1, V] after column ``length - 1`` of an input at position ``first``."""
         inputs = self._on_device(padded)
-        last = torch.tensor([length - 1]).to(self.world.device)
+        last = torch.tensor([length - 1], device="cpu").to(self.world.device)
         if self.model._supports_logits_to_keep():
             inputs["logits_to_keep"] = last
         slots, seen = self.slots, self.slots.seen
-        slots.seen = torch.tensor(first).to(self.world.device)
+        slots.seen = torch.tensor(first, device="cpu").to(self.world.device)
         outputs = self._call(self.model, {**inputs, _CACHE: self.cache, "return_dict": True})
         slots.seen = seen
         scores = outputs.logits
@@ -438,7 +438,7 @@ class _FixedCache(Cache):
         """Rows beyond the length of ``beam_idx`` keep their place."""
         for slots in self.layers:
             assert slots.keys is not None and slots.values is not None  # there was a forward
-            rest = torch.arange(len(beam_idx), slots.keys.shape[0])
+            rest = torch.arange(len(beam_idx), slots.keys.shape[0], device="cpu")
             rows = torch.cat([beam_idx.cpu(), rest]).to(slots.keys.device)
             slots.keys = slots.keys.index_select(0, rows)
             slots.values = slots.values.index_select(0, rows)

@@ -102,13 +102,17 @@ class Adafactor(ShardedOptimizer):
         state: dict[str, Any] = {"step": torch.tensor(float(saved["step"]), device=device)}
         shapes = _state_shapes(part, parameter)
         if shapes.pop("variance", None) is not None:
-            state["variance"] = saved.get("variance", torch.zeros(parameter.shape)).to(device)
+            state["variance"] = saved.get(
+                "variance", torch.zeros(parameter.shape, device="cpu")
+            ).to(device)
         found = []
         for number, shape in enumerate(part.shapes * part.depth):
             for key, length in zip(("row_var", "col_var"), _lengths([shape]), strict=False):
                 values = saved.get(key) or []
                 value = values[number] if number < len(values) else None
-                found.append(torch.zeros(length) if value is None else torch.cat(value))
+                found.append(
+                    torch.zeros(length, device="cpu") if value is None else torch.cat(value)
+                )
         if found:
             pieces = torch.cat(found).split([math.prod(size) for size in shapes.values()])
             for (key, size), piece in zip(shapes.items(), pieces, strict=True):

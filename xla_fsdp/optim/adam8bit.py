@@ -111,7 +111,7 @@ class AdamW8bit(ShardedOptimizer):
         state["step"].fill_(float(saved["step"]))
         scales = []
         for name, signed in _MOMENTS:
-            value = saved.get(name, torch.zeros(parameter.shape)).float()
+            value = saved.get(name, torch.zeros(parameter.shape, device="cpu")).float()
             numbers, own = saved.get(f"{name}_numbers"), saved.get(f"{name}_scales")
             if numbers is not None and own is not None:
                 value = value + _ratios(numbers, signed) * own  # the same bits as decode's

@@ -92,7 +92,7 @@ class StochasticRounding(InFloat32):
     def _finish(self, parameter: torch.nn.Parameter, wide: torch.nn.Parameter) -> torch.Tensor:
         count = self._counts.pop(parameter)
         number = _signed(self._seed * 0x9E3779B9 + self._numbers[parameter])
-        number = int(_mixed(torch.tensor(number, dtype=torch.int32)))
+        number = int(_mixed(torch.tensor(number, dtype=torch.int32, device="cpu")))
         key = _mixed(count + number)
         bits = random_bits(elements_of(parameter), key)
         parameter.copy_(rounded(wide.detach(), bits))

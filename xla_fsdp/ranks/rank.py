@@ -73,7 +73,8 @@ class CollectiveOrder:
                 xb.mkparam(builder, number, xb.mkshape(dtype, tuple(shape)))
                 for number, (dtype, shape) in enumerate(shapes)
             ]
-            computation = self._computations[key] = build(*given).build(name)
+            with torch.device("cpu"):  # torch_xla makes constants on the default device
+                computation = self._computations[key] = build(*given).build(name)
         with torch.no_grad():
             made = xlac.call_computation(f"xla::{name}", operands, computation)
         return made[0]

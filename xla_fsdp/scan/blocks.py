@@ -88,7 +88,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         self.register_load_state_dict_pre_hook(_stack_state)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        require_plain_call(type(self).__name__)
+        require_plain_call(type(self).__name__, (x, args, kwargs))
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             raise TypeError(
                 "scanned blocks need a floating-point tensor as first argument, got "
@@ -460,6 +460,7 @@ class _Run:
             stack.enter_context(without_checkpoints())
             given = checks.inputs_of([x, *full, *buffers, *constants])
             stack.enter_context(checks.ForbidHostValues(self.unit.module, given))
+            stack.enter_context(checks.ForbidFallbacks(self.unit.module, given))
             stack.enter_context(checks.forbid_lost_changes(self.unit, full, given, (args, kwargs)))
             y = self.unit.module(x, *args, **kwargs)
             after = [buffer.value for buffer in self.unit.buffers]

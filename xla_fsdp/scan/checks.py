@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import operator
 import types
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import xlac
 from ..checkpoint.readable_tensor import same_bits
@@ -413,6 +415,42 @@ class ForbidHostValues(TorchFunctionMode):
             )
             raise _forward_error(self._block, what, remedy)
         return found
+
+
+class ForbidFallbacks(TorchDispatchMode):
+    """Around the call of ``block``: raises ValueError if torch_xla has no kernel for an operator
+    on values computed from ``given``, so that it would read them on the host."""
+
+    def __init__(self, block: nn.Module, given: set[int]) -> None:
+        super().__init__()
+        self._block, self._given = block, given
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not _has_kernel(func) and inputs_of(xla_tensors((args, kwargs))) & self._given:
+            does = f"calls {func}, which torch_xla computes on the host"
+            raise _forward_error(self._block, does, "compute with other operators")
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _has_kernel(func: Any) -> bool:
+    """Whether XLA devices compute it: itself, not in place, as a copy of a view, or by others."""
+    base, dot, overload = func.name().partition(".")
+    itself, copy, other = (
+        f"{name}{dot}{overload}" for name in (base, f"{base}_copy", base.rstrip("_"))
+    )
+    return any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        for name, keys in ((itself, _KEYS), (copy, _KEYS), (other, _KEYS[:1]))
+        if torch._C._dispatch_has_kernel(name)
+        for key in keys
+    )
+
+
+_KEYS = ("XLA", "CompositeImplicitAutograd", "CompositeExplicitAutograd",
+         "CompositeExplicitAutogradNonFunctional")  # fmt: skip
 
 
 class HookTensors(TorchFunctionMode):

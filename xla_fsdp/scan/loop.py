@@ -66,7 +66,8 @@ def loop(
             traceback.clear_frames(error.__traceback__)
             raise
     operands = [*carry, *stacked, *constants, *made.traced.hoisted.values()]
-    computation = made.build(operands)
+    with torch.device("cpu"):  # torch_xla makes constants on the default device
+        computation = made.build(operands)
     rank = current_rank()
     order = rank.order if rank is not None and rank.pending else None
     if order is not None:

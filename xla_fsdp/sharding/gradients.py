@@ -44,7 +44,7 @@ def accumulate(shard: torch.Tensor, grad: torch.Tensor) -> None:
 def accumulate_sums(given: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Accumulates the sum of each shard's gradients: autograd calls hooks once in a backward.
 
-    Several passes or units may have used a shard. The gradients, on the host, are changed.
+    Several passes or units may have used a shard. The gradients are changed.
     """
     sums: dict[torch.Tensor, torch.Tensor] = {}
     for shard, grad in given:

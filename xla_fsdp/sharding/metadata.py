@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -154,12 +154,29 @@ def _note_order(module: nn.Module, keys: list[str]) -> None:
             sharded.reordered = True
 
 
+def require_no_new_parameters(
+    what: str, holders: str, flags: Iterable[str] = ("swap", "overwrite")
+) -> None:
+    """Raises RuntimeError if a flag of torch makes ``what`` replace ``holders``."""
+    for flag in flags:
+        flag += "_module_params_on_conversion"
+        if getattr(torch.__future__, f"get_{flag}")():
+            raise RuntimeError(
+                f"{what} would replace {holders} by other tensors, because "
+                f"torch.__future__.set_{flag}(True) was called. Call torch.__future__.set_{flag}"
+                "(False): then values are changed in the existing tensors"
+            )
+
+
 def require_copying(
     state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], holders: str
 ) -> None:
     # The next load may receive the same metadata again.
     assigns = local_metadata.pop("assign_to_params_buffers", False)
-    if assigns and any(key.startswith(prefix) for key in state_dict):
+    if not any(key.startswith(prefix) for key in state_dict):
+        return
+    require_no_new_parameters("load_state_dict", holders, ["swap"])
+    if assigns:
         raise ValueError(
             f"load_state_dict(assign=True) would replace {holders} by other tensors, which is not "
             "supported. Leave assign out: values are copied into the existing tensors"

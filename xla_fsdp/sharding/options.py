@@ -59,7 +59,7 @@ def checked_mesh(device_mesh: Any, name: str = "device_mesh") -> list[int] | lis
     """
     ranks = list(range(xr.world_size()))
     try:
-        mesh = torch.as_tensor(getattr(device_mesh, "mesh", device_mesh))
+        mesh = torch.as_tensor(getattr(device_mesh, "mesh", device_mesh), device="cpu")
         whole = not mesh.is_floating_point()
         fits = whole and mesh.dim() in (1, 2) and sorted(mesh.flatten().tolist()) == ranks
     except (TypeError, ValueError, RuntimeError):
@@ -104,7 +104,7 @@ def strategy_options(
 
     Raises ValueError if the strategy is incompatible with the mesh or the groups.
     """
-    rows = None if mesh is None else torch.tensor(mesh)
+    rows = None if mesh is None else torch.tensor(mesh, device="cpu")
     hybrid = strategy in _HYBRID
     if rows is not None and strategy is not None and (rows.dim() == 2) != hybrid:
         raise ValueError(
@@ -128,7 +128,7 @@ def strategy_options(
     if strategy in _RESHARDS:
         meant["reshard_after_forward"] = _RESHARDS[strategy]
     if strategy is S.NO_SHARD:
-        rows = torch.arange(xr.world_size())[:, None]
+        rows = torch.arange(xr.world_size(), device="cpu")[:, None]
     if rows is not None:
         rows = rows if rows.dim() == 2 else rows[None]
         meant["sharding_groups"] = rows.tolist()

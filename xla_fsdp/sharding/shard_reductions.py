@@ -27,11 +27,14 @@ _LABEL = "reduction over shards"
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum over the ranks that share a tensor; with ``mean`` the mean, replicas included."""
+    """The sum over the ranks that share a tensor; with ``mean`` the mean, replicas included.
+
+    Each is the backward of the other.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, world: World, mean: bool) -> torch.Tensor:
-        ctx.world = world
+        ctx.world, ctx.mean = world, mean
         total = collective(world.all_reduce_sum, value, world)
         if not mean:
             return total
@@ -41,7 +44,7 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return SumOverRanks.apply(grad, ctx.world, True), None, None
+        return SumOverRanks.apply(grad, ctx.world, not ctx.mean), None, None
 
 
 class Shared(torch.autograd.Function):
@@ -68,7 +71,7 @@ class _ToDevice(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-        ctx.tensor, tensor = None, spec.tensor
+        ctx.spec, ctx.tensor, tensor = spec, None, spec.tensor
         if tensor is not None and tensor.shard is value:
             ctx.tensor = weakref.ref(tensor)
         return as_data(value.detach(), spec.world.device)
@@ -81,6 +84,14 @@ class _ToDevice(torch.autograd.Function):
             return None, None
         if is_simulated_rank():
             return fake_cpu_tensor(grad.shape, grad.dtype), None
+        world = ctx.spec.world
+        if torch.is_grad_enabled() and world.size * world.replicas > 1:
+            # The next backward would go through both threads, and ranks would have other orders.
+            raise RuntimeError(
+                f"the gradient of parameter {ctx.spec.name!r}, whose shard is on the host "
+                "(cpu_offload), was computed with create_graph=True, but it has no second "
+                "derivative there. Leave create_graph out, or wrap without cpu_offload"
+            )
         return grad.to("cpu"), None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -146,6 +146,14 @@ class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]  # __repr_
 
         torch.Tensor.register_hook(self, note)
         return torch.Tensor.register_post_accumulate_grad_hook(self, after)
+
+    def _use_count(self) -> NoReturn:
+        """Called by ``torch.utils.swap_tensors``."""
+        raise ShardedParameterError(
+            f"torch.utils.swap_tensors would replace parameter {self.__dict__[SPEC].name!r} by "
+            "another tensor, but the wrapper gathers this one. Copy values into it, under "
+            "torch.no_grad(): parameter.copy_(full)"
+        )
 
 
 # All other attributes are the user's.
@@ -296,7 +304,8 @@ def _metadata(answer: Callable[..., Any], func: Any, args: tuple, kwargs: dict[s
     if answer is len and spec.several and isinstance(args[0], nn.Parameter):
         raise unsupported(
             "the number of dimensions", spec, "the tensor contains several parameters, and theirs "
-            "may differ. Choose parameter groups by name, model.named_parameters()"
+            "may differ. Choose parameter groups by name, model.named_parameters(); leave "
+            "memory_format out of model.to(), because XLA chooses how tensors are stored"
         )  # fmt: skip
     return answer(spec.shape, *[one for one in args[1:] if not isinstance(one, type)], **kwargs)
 

@@ -99,9 +99,10 @@ def _raise_flattened(parameter: FlattenedParameter, operation: str) -> NoReturn:
 def raise_replaced(name: str) -> NoReturn:
     raise RuntimeError(
         f"parameter {name!r} is not the shard that the wrapper gathers: it was assigned "
-        "(module.weight = ...), deleted, or given to torch.func.functional_call. To change values, "
-        "copy them into the shards with load_state_dict or load_full_state_dict; replace "
-        "parameters before wrapping, and give functional_call the unwrapped module"
+        "(module.weight = ...), deleted, or given to torch.func.functional_call or torch.export. "
+        "To change values, copy them into the shards with load_state_dict or load_full_state_dict; "
+        "replace parameters before wrapping; functional_call and torch.export need a model that is "
+        "not wrapped, with the values that full_state_dict returns"
     )
 
 

@@ -89,7 +89,7 @@ class FSDPState(Unit):
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls ``forward``, of the module or a method, with full parameters."""
         called = type(self.module).__name__
-        require_plain_call(called)
+        require_plain_call(called, (args, kwargs))
         args, kwargs = self.cast_inputs(args, kwargs)
         if self.computing:  # a module that calls itself
             return forward(*args, **kwargs)
@@ -302,8 +302,8 @@ class FSDPState(Unit):
         """For the outermost unit: reduces what remains, and waits for gradients on the host."""
         units = list(dict.fromkeys([self, *unique_units(self.module)]))
         with torch.no_grad():
+            accumulate_sums([pending for unit in units for pending in unit.flush_gradients()])
             for unit in units:
-                unit.flush_gradients()
                 unit._narrow_gradients()
         hosts = [unit.host_gradients for unit in units if unit.host_gradients is not None]
         starts = self.options.sync_on_finalization

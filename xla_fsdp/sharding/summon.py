@@ -108,7 +108,8 @@ def full_params_of(unit: FSDPState) -> list[torch.Tensor]:
         raise RuntimeError(
             f"full_params of {unit.title!r} are not available: this rank has only its shards "
             "(sharded_params) now. Read full parameters within FSDP.summon_full_params(model), or "
-            "in the forward"
+            "in the forward. If torch.jit read them, give it a model that is not wrapped, with the "
+            "values that xla_fsdp.full_state_dict(model) returns"
         )
     return [] if held is None else list(held.full)
 

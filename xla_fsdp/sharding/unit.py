@@ -15,7 +15,6 @@ from ..names import dotted
 from .comms import Communicator, subgroup
 from .deferred_values import UninitializedTensor
 from .freeing import Stamp
-from .gradients import accumulate
 from .ignored import mark_parameters
 from .options import FSDPOptions
 from .shard_reductions import adds_to_grad
@@ -225,14 +224,18 @@ class Unit:
     def forget_gradients(self) -> None:
         self._drop_unsynced(dict(self._unsynced))
 
-    def flush_gradients(self) -> None:
-        """Reduces gradients of ``no_sync`` for tensors that the last backward did not reach."""
-        if self.require_sync and self._unsynced:
-            give = accumulate if self.host_gradients is None else self.host_gradients.take
-            shards, _ = self.comms.trace_reductions(self.tensors, self._unsynced)
-            self.forget_gradients()  # hooks read the gradients
-            for number, grad in shards.items():
-                give(self.tensors[number].shard, grad)
+    def flush_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Reduces gradients of ``no_sync`` for tensors that the last backward did not reach.
+
+        Returns shards and their gradients, without those that the host receives.
+        """
+        if not (self.require_sync and self._unsynced):
+            return []
+        reduced, _ = self.comms.trace_reductions(self.tensors, self._unsynced)
+        self.forget_gradients()  # hooks read the gradients
+        shards = [self.tensors[number].shard for number in reduced]
+        found = zip(shards, self._given(shards, [*reduced.values()]), strict=True)
+        return [(shard, grad) for shard, grad in found if grad is not None]
 
     def _store_unsynced(self, fulls: dict[int, torch.Tensor]) -> None:
         for number, full in fulls.items():

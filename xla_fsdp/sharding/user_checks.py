@@ -9,6 +9,8 @@ import torch
 import torch_xla.runtime as xr
 from torch import nn
 from torch._dynamo import OptimizedModule
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Proxy
 from torch.nn.parameter import UninitializedParameter
 
 from ..collectives.world import World, all_gather_object
@@ -102,10 +104,14 @@ _REMEDY = (
 )
 
 
-def require_plain_call(name: str) -> None:
-    """Raises RuntimeError inside torch.compile and torch.func."""
-    if torch.compiler.is_compiling():
+def require_plain_call(name: str, inputs: Any) -> None:
+    """Raises RuntimeError inside torch.compile, torch.func, and what makes a graph for export."""
+    if torch.compiler.is_dynamo_compiling():
         _raise_compiled(name)
+    # Not torch.compiler.is_compiling(): one flag of all ranks that are threads.
+    makes_graph = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    if makes_graph or torch.jit.is_tracing() or tensors_in(inputs, (Proxy, FakeTensor)):
+        raise_exported(f"the forward of {name}")
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
             f"the forward of {name}, which is wrapped, was called inside a transformation of "
@@ -127,7 +133,15 @@ def require_uncompiled(root: nn.Module) -> None:
             )
 
 
-@torch.compiler.disable
+def raise_exported(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"{what}, which is wrapped, was called by torch.jit, torch.fx, torch.export or torch.onnx, "
+        "in whose graph this rank's shards would be constants. Give them a model that is not "
+        "wrapped, with the values that xla_fsdp.full_state_dict(model) returns"
+    )
+
+
+@torch.compiler.disable(reason=_REMEDY)
 def _raise_compiled(name: str) -> NoReturn:
     raise RuntimeError(
         f"the forward of {name}, which is wrapped, was called inside torch.compile: {_REMEDY}"

@@ -96,7 +96,7 @@ class CollectivesMixin:
                 f"{reduce_op!r}"
             )
         device = root_device()
-        given = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+        given = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
         own = given.detach().to(device)
         if own.dtype == torch.bool:
             own = own.to(torch.int32)
@@ -139,7 +139,7 @@ def gather_states(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     device = state.device
     own = state.to(root_device())
     whole = own.reshape(-1)
-    shape = torch.tensor([*own.shape, whole.numel()]).to(own.device)
+    shape = torch.tensor([*own.shape, whole.numel()], device="cpu").to(own.device)
     shapes = xm.all_gather(shape[None], dim=0).tolist()
     longest = max(each[-1] for each in shapes)
     padded = torch.cat([whole, whole.new_zeros(longest - whole.numel())])

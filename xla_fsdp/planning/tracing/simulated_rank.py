@@ -151,7 +151,7 @@ class SimulatedRank(TorchFunctionMode):
         self.on_read()
         fill_pending(masks, 1.0)
         for mask in masks:
-            setattr(mask, _KNOWN, torch.ones(mask.shape, dtype=mask.dtype))
+            setattr(mask, _KNOWN, torch.ones(mask.shape, dtype=mask.dtype, device="cpu"))
 
 
 def fill_pending(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
@@ -160,7 +160,7 @@ def fill_pending(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
         if is_pending(tensor):
             shape = local(tensor).shape
             if value:
-                filled = torch.full(shape, value, dtype=tensor.dtype)
+                filled = torch.full(shape, value, dtype=tensor.dtype, device="cpu")
             else:
                 filled = fake_cpu_tensor(shape, tensor.dtype)
             placeholder = as_data(filled, tensor.device)

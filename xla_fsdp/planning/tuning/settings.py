@@ -415,7 +415,7 @@ def _mesh(shared: int | None) -> list[int] | list[list[int]] | None:
             f"shard_group_size={shared} does not divide the {ranks} ranks. Allowed are {allowed} "
             "and None"
         )
-    return torch.arange(ranks).view(-1, shared).tolist()
+    return torch.arange(ranks, device="cpu").view(-1, shared).tolist()
 
 
 def _require_undecided(options: Mapping[str, Any]) -> None:

@@ -264,7 +264,7 @@ class Collectives:
 
 def _pick(rows: torch.Tensor, index: int) -> torch.Tensor:
     # As data: a constant would be another program on each rank.
-    return rows.index_select(0, torch.tensor([index]).to(rows.device))[0]
+    return rows.index_select(0, torch.tensor([index], device="cpu").to(rows.device))[0]
 
 
 def _for_each(inputs: _Tensors, output: Any, run: Callable) -> _Tensors:

@@ -30,7 +30,7 @@ class _LookUpMode(TorchDispatchMode):
 @functools.cache
 def look_up_operators() -> None:
     """Once in a process (0.5 s)."""
-    tensor = torch.ones(1)
+    tensor = torch.ones(1, device="cpu")
     values = {
         "Tensor": tensor, "List[Tensor]": [tensor], "List[Optional[Tensor]]": [tensor], "int": 1,
         "SymInt": 1, "List[int]": [1], "float": 1.0, "List[float]": [1.0], "number": 1,

@@ -372,7 +372,7 @@ class Session:
 def _chain(gate: StartGate, rank: int, device: torch.device) -> CollectiveOrder:
     def start() -> torch.Tensor:
         # As data: all ranks share one program.
-        number = torch.tensor([rank], dtype=torch.int32)
+        number = torch.tensor([rank], dtype=torch.int32, device="cpu")
         sent: Any = xm.send_cpu_data_to_device([number], device)
         return gate.wait_for_all(sent[0])
 
@@ -418,5 +418,7 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
     for tensor in lost:
         fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
         with torch._C.DisableTorchFunctionSubclass():  # only the local part of a sharded tensor
-            value = torch.full(tensor.shape, fill, dtype=tensor.dtype).to(tensor.device)
+            value = torch.full(tensor.shape, fill, dtype=tensor.dtype, device="cpu").to(
+                tensor.device
+            )
         xlac.replace_data(tensor, value)
