@@ -123,11 +123,28 @@ def halves(step):
     return 0.5**step
 
 
+class Registered:
+    """An average of a parameter, as shards."""
+
+    def __init__(self, model):
+        self.value = next(model.parameters()).detach().clone()
+
+    def state_dict(self):
+        return {"averages": [self.value]}
+
+    def load_state_dict(self, state):
+        self.value.copy_(state["averages"][0])
+
+
 def first_half(rank, folder):
     """Two models, an optimizer with a schedule for each; saved after two steps."""
     accelerator, parts = two_models()
+    average = Registered(parts[0])
+    accelerator.register_for_checkpointing(average)
     train_two(accelerator, parts, 0, 2)
     accelerator.save_state(folder)
+    with pytest.raises(ValueError, match="given shards, .* call full_tensor"):
+        accelerator.save(average.state_dict(), f"{folder}/average")
     train_two(accelerator, parts, 2, STEPS)
     whole = [accelerator.get_state_dict(model) for model in parts[:2]]
     if rank:
@@ -137,8 +154,12 @@ def first_half(rank, folder):
 
 def second_half(rank, folder):
     accelerator, parts = two_models(3, 9.0, state_dict_type="LOCAL_STATE_DICT")
+    average = Registered(parts[0])
+    accelerator.register_for_checkpointing(average)
     accelerator.load_state(folder)
     assert accelerator.step == 2
+    torch.manual_seed(7)
+    assert torch.equal(average.value.full_tensor().cpu(), torch.nn.Linear(6, 8).weight.detach())
     again = os.path.join(folder, f"of-{accelerator.num_processes}")
     for number in (7, 1):  # an earlier run saved there more often
         accelerator.project_configuration.iteration = number

@@ -15,6 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate.accelerator
 import accelerate.checkpointing
 import torch
 import torch_xla
@@ -42,11 +43,13 @@ from ..ranks.rank import current_rank
 from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
 from ..sharding.optimizer_hook import has_shards
+from ..sharding.sharded_parameter import ShardedParameter, ShardedValue
 from ..sharding.sharded_tensor import require_reduced
 from ..sharding.state import is_sharded
+from ..tree import tensors_in
 from ..wrapper import XlaFullyShardedDataParallel
 from .changes import Changes
-from .full_weights import outermost_wrapper
+from .full_weights import outermost_wrapper, with_full_tensors
 from .optimizers import average_unsharded, load_joined, save_alone, switch_to_shards
 from .sharding import (
     SHARD_SIZE,
@@ -448,6 +451,22 @@ def _save_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> 
             exchange.run_on_first_rank(f"write {path}", write)
     self.wait_for_everyone()
     return folder
+
+
+@changes.around(accelerate.accelerator, "save_custom_state")
+def _save_registered(original: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    state = with_full_tensors(obj.state_dict())
+    return original(SimpleNamespace(state_dict=lambda: state), *args, **kwargs)
+
+
+@changes.around(Accelerator, "save")
+def _save_object(original: Any, self: Accelerator, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(one, (ShardedParameter, ShardedValue)) for one in tensors_in(obj)):
+        raise ValueError(
+            "accelerator.save was given shards, of which it would save the part of one rank: call "
+            "full_tensor() of each on every rank, and save the results"
+        )
+    return original(self, obj, *args, **kwargs)
 
 
 def _write_weights(state: dict[str, Any], path: str) -> None:

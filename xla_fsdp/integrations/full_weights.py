@@ -15,7 +15,9 @@ from ..checkpoint.inventory import ParameterShard, make_inventory
 from ..checkpoint.rank_exchange import RankExchange
 from ..collectives.random_state import synced_device
 from ..names import dotted
+from ..sharding.sharded_parameter import ShardedParameter, ShardedValue
 from ..sharding.state import find_outer_wrappers
+from ..tree import map_tensors
 
 
 @synced_device()
@@ -55,6 +57,20 @@ def save_whole(
 
     exchange.run_on_first_rank(f"write {named.get('save_directory')}", write)
     return None
+
+
+def with_full_tensors(content: Any) -> Any:
+    """``content`` with full tensors on the host in place of shards, such as averages, on rank 0,
+    and None on the others; every rank calls it. Pickling would save the part of one rank only."""
+
+    def full(tensor: torch.Tensor) -> torch.Tensor | None:
+        if not isinstance(tensor, (ShardedParameter, ShardedValue)):
+            return tensor
+        shard: Any = tensor.detach()
+        value: torch.Tensor = shard.full_tensor().cpu()
+        return value if xr.global_ordinal() == 0 else None
+
+    return map_tensors(full, content)
 
 
 def outermost_wrapper(model: nn.Module) -> tuple[nn.Module, str]:

@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch_xla.runtime as xr
 from lightning.fabric.strategies.strategy import _validate_keys_for_strict_loading
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _Stateful
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
 
@@ -33,8 +31,8 @@ from ...consolidate.format import values
 from ...consolidate.format.manifest import NAME
 from ...consolidate.format.reader import ShardedCheckpoint
 from ...consolidate.format.store import join
-from ...sharding.sharded_parameter import ShardedParameter, ShardedValue
 from ...sharding.state import is_sharded
+from ..full_weights import with_full_tensors
 from ..optimizers import load_joined, save_alone
 from .ranks import to_host
 from .wrap_settings import WrapSettings
@@ -267,23 +265,10 @@ def _require_kind(strategy: Any, path: str) -> None:
     RankExchange().run_on_first_rank(f"save to {path}", look)
 
 
-def _with_full_tensors(content: dict[str, Any]) -> dict[str, Any]:
-    """Gathers the shards in ``content``, such as averages of a callback, for the first rank; every
-    rank calls it. Pickling would save the first rank's part only."""
-    first = xr.global_ordinal() == 0
-
-    def full(shard: Any) -> torch.Tensor | None:
-        value: torch.Tensor = shard.detach().full_tensor().cpu()
-        return value if first else None
-
-    gathered: dict[str, Any] = apply_to_collection(content, (ShardedParameter, ShardedValue), full)
-    return gathered
-
-
 def _write_on_first_rank(
     strategy: Any, content: dict[str, Any], path: Any, storage_options: Any
 ) -> None:
-    content = _with_full_tensors(content)
+    content = with_full_tensors(content)
 
     def write() -> None:
         strategy.checkpoint_io.save_checkpoint(
@@ -310,7 +295,7 @@ def _read_extra(
 
 def _packed(rest: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    torch.save(to_host(_with_full_tensors(rest)), buffer)
+    torch.save(to_host(with_full_tensors(rest)), buffer)
     return buffer.getvalue()
 
 
