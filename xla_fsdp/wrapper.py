@@ -268,28 +268,37 @@ class XlaFullyShardedDataParallel(ShardedModule):
         """
         register(unique_units(self), state, hook, over)
 
-    # Hooks of the wrapped module run with full parameters.
+    # The wrapper's own hooks run around those of the module. A hook that the module alone would
+    # call on the other side of one of these goes to the module.
 
-    def register_forward_pre_hook(self, *args: Any, **options: Any) -> RemovableHandle:
-        """Registers it on the wrapped module."""
-        return self._hooked.register_forward_pre_hook(*args, **options)
+    def register_forward_pre_hook(
+        self, hook: Any, *, prepend: bool = False, **options: Any
+    ) -> RemovableHandle:
+        """As on the wrapped module."""
+        owner = self._owner_of_hook("_forward_pre_hooks", not prepend)
+        return owner.register_forward_pre_hook(hook, prepend=prepend, **options)
 
-    def register_forward_hook(self, *args: Any, **options: Any) -> RemovableHandle:
-        """Registers it on the wrapped module."""
-        return self._hooked.register_forward_hook(*args, **options)
+    def register_forward_hook(
+        self, hook: Any, *, prepend: bool = False, **options: Any
+    ) -> RemovableHandle:
+        """As on the wrapped module."""
+        owner = self._owner_of_hook("_forward_hooks", prepend)
+        return owner.register_forward_hook(hook, prepend=prepend, **options)
 
-    def register_full_backward_pre_hook(self, *args: Any, **options: Any) -> RemovableHandle:
-        """Registers it on the wrapped module."""
-        return self._hooked.register_full_backward_pre_hook(*args, **options)
+    def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As on the wrapped module."""
+        owner = self._owner_of_hook("_backward_pre_hooks", not prepend)
+        return owner.register_full_backward_pre_hook(hook, prepend)
 
-    def register_full_backward_hook(self, *args: Any, **options: Any) -> RemovableHandle:
-        """Registers it on the wrapped module."""
-        return self._hooked.register_full_backward_hook(*args, **options)
+    def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As on the wrapped module."""
+        owner = self._owner_of_hook("_backward_hooks", prepend)
+        return owner.register_full_backward_hook(hook, prepend)
 
-    @property
-    def _hooked(self) -> Any:
-        """The wrapped module; for scanned blocks, of which that is only one, the wrapper."""
-        return super() if self._unit.depth else self._fsdp_wrapped_module
+    def _owner_of_hook(self, kind: str, inside: bool) -> Any:
+        """The wrapped module if the hook must run ``inside`` of its hooks, else the wrapper."""
+        module = self._fsdp_wrapped_module
+        return module if inside and not self._unit.depth and getattr(module, kind) else super()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
