@@ -370,6 +370,14 @@ def read_in_a_block(wrong):
         def forward(self, x):
             return super().forward(x) if x.sum() > 0 else x
 
+    class Computes(nn.Linear):
+        def __init__(self, function):
+            super().__init__(4, 4)
+            self.function = function
+
+        def forward(self, x):
+            return self.function(super().forward(x))
+
     class Selects(nn.Linear):
         def forward(self, x):
             return torch.where(x.sum() > 0, super().forward(x), x)
@@ -379,11 +387,14 @@ def read_in_a_block(wrong):
     with pytest.raises(ValueError, match=r"reads values on the host \(_weight_norm\)"):
         block = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
         xla_fsdp.scan_blocks([block])(x())
-    with pytest.raises(
-        ValueError, match="calls aten.linalg_matrix_exp.*, which torch_xla computes"
+    orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+    for block, operator in (
+        (orthogonal, "linalg_matrix_exp"),
+        (Computes(lambda y: torch.hypot(y, y)), "hypot"),
+        (Computes(lambda y: nn.functional.glu(torch.cat([y, y], -1))), "glu_backward"),
     ):
-        block = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)))
-        xla_fsdp.scan_blocks([block])(x())
+        with pytest.raises(ValueError, match=f"calls aten.{operator}.*, which torch_xla computes"):
+            xla_fsdp.scan_blocks([nn.Sequential(block)])(x()).sum().backward()
     trains(xla_fsdp.scan_blocks([Selects(4, 4), Selects(4, 4)]))
 
 

@@ -68,7 +68,7 @@ OF_ONE = {
     "mean": lambda p: p.mean(),
     "norm": lambda p: p.norm(),
     "norm 1": lambda p: torch.norm(p, 1),
-    "norm 3": lambda p: torch.linalg.vector_norm(p, 3.0),
+    "norm 3": lambda p: torch.linalg.vector_norm(x=p, ord=3.0),
     "norm -1": lambda p: p.norm(-1),  # padding is infinite there
     "divided by its norm": lambda p: (p / torch.linalg.vector_norm(p)).exp().sum(),
     "norm inf": lambda p: p.norm(math.inf),
@@ -106,7 +106,6 @@ REFUSED = {
     "norm over rows": lambda p: p.norm(dim=0),
     "cat": lambda p: torch.cat([p, p]),
     "more dimensions": lambda p: p * p.new_full([1] * (p.dim() + 1), 2.0),
-    "size beside": lambda p: p.is_same_size(p.new_ones(p.shape)),
     "full tensor beside": lambda p: p + torch.ones(p.shape, device="xla"),
     "into a plain tensor": lambda p: torch.zeros(p.shape, device="xla").copy_(p),
     "numpy": lambda p: p.detach().cpu().numpy(),
@@ -174,6 +173,10 @@ def test_operations_are_as_in_one_process(rank, form):
         assert torch.equal(p, p) and not torch.equal(p, p * 2)
         assert torch.allclose(p, p + 1e-9) and not torch.allclose(p, p + 1)
         assert torch.equal(input=p, other=p)
+        assert p.is_same_size(torch.zeros_like(p)) and not p.is_same_size(p.new_ones(3))
+        assert (
+            torch.result_type(p, p.new_ones(3)) == torch.result_type(scalar=2, tensor=p) == p.dtype
+        )
         assert not torch.equal(torch.ones_like(p), p.new_ones(()))
 
 
@@ -213,6 +216,7 @@ PENALTIES = {
     "std": lambda p: p.std(),
     "centered": lambda p: (p - p.mean()).pow(4).sum(),
     "relative": lambda p: (p / p.norm()).exp().mean(),
+    "relative by foreach": lambda p: torch._foreach_mul([p * 1], [p.norm()])[0].exp().mean(),
     "relative to a list": lambda p: (p / torch.linalg.vector_norm(p)).exp().mean(),
     # Elements that are equal share the gradient, on all ranks.
     "largest of equal": lambda p: p.clamp(-0.1, 0.1).max() - p.clamp(-0.1, 0.1).amin(),

@@ -326,12 +326,14 @@ def lists(groups: Sequence[Sequence[int]]) -> list[list[int]]:
 def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None) -> Groups:
     """``groups``, the argument ``name``, of ``size`` ordinals each (``None``: as the first).
 
-    Raises ValueError if a group has another size, or an ordinal is in two groups.
+    Raises ValueError if there is none, a group has another size, or an ordinal is in two groups.
     """
     checked = tuple(tuple(map(operator.index, group)) for group in groups)
-    size = len(checked[0]) if size is None and checked else size
+    if not checked:
+        raise ValueError(f"{name} must be lists of ordinals, got []. Leave it out, or pass groups")
+    size = len(checked[0]) if size is None else size
     flat = [ordinal for group in checked for ordinal in group]
-    if not checked or any(len(group) != size for group in checked):
+    if any(len(group) != size for group in checked):
         raise ValueError(
             f"every group of {name} must have {size or 'equally many'} ordinals, got "
             f"{lists(checked)}. Pass groups of equal size (sharding_groups: sharding_world_size)"

@@ -88,7 +88,7 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
         self.register_load_state_dict_pre_hook(_stack_state)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        require_plain_call(type(self).__name__, (x, args, kwargs))
+        require_plain_call(type(self).__name__, args, {"x": x})
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             raise TypeError(
                 "scanned blocks need a floating-point tensor as first argument, got "
@@ -385,7 +385,9 @@ class _Run:
             checks.require_known_graph(self.unit.module, y, leaves)
             for stack, buffer in zip(self.unit.buffers, after, strict=True):
                 checks.require_no_graph(self.unit.module, stack.name, buffer)
-            found = iter(torch.autograd.grad(y, leaves, carry[0], allow_unused=True))
+            given = checks.inputs_of([*leaves, carry[0]])
+            with checks.ForbidFallbacks(self.unit.module, given):
+                found = iter(torch.autograd.grad(y, leaves, carry[0], allow_unused=True))
             of_x = next(found)
             sums = [_sum(total, next(found)) for total in carry[1:]]
             of_full = [next(found) if needs else None for needs in needed[1]]

@@ -436,21 +436,28 @@ class ForbidFallbacks(TorchDispatchMode):
 
 @functools.cache
 def _has_kernel(func: Any) -> bool:
-    """Whether XLA devices compute it: itself, not in place, as a copy of a view, or by others."""
+    """Whether torch_xla has a kernel for ``func``, or for its form that is not in place or returns
+    a copy, or torch computes it with other operators."""
     base, dot, overload = func.name().partition(".")
-    itself, copy, other = (
-        f"{name}{dot}{overload}" for name in (base, f"{base}_copy", base.rstrip("_"))
-    )
-    return any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-        for name, keys in ((itself, _KEYS), (copy, _KEYS), (other, _KEYS[:1]))
-        if torch._C._dispatch_has_kernel(name)
-        for key in keys
+    out = f"{overload}_out" if overload else "out"
+    return (
+        _registered(f"{base}{dot}{overload}", "XLA", *_COMPOSITE)
+        or _registered(f"{base}_copy{dot}{overload}", "XLA", *_COMPOSITE)
+        or _registered(f"{base.rstrip('_')}{dot}{overload}", "XLA")
+        # Computes the kernel of its form with `out`.
+        or (
+            _registered(f"{base}{dot}{overload}", "CompositeExplicitAutogradNonFunctional")
+            and (_registered(f"{base}.out", "XLA") or _registered(f"{base}.{out}", "XLA"))
+        )
     )
 
 
-_KEYS = ("XLA", "CompositeImplicitAutograd", "CompositeExplicitAutograd",
-         "CompositeExplicitAutogradNonFunctional")  # fmt: skip
+def _registered(name: str, *keys: str) -> bool:
+    found = torch._C._dispatch_has_kernel_for_dispatch_key
+    return torch._C._dispatch_has_kernel(name) and any(found(name, key) for key in keys)
+
+
+_COMPOSITE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
 
 
 class HookTensors(TorchFunctionMode):

@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.algorithms import _comm_hooks, ddp_comm_hooks
@@ -45,6 +45,12 @@ class GradBucket:
         self._planned = planned
         self._tensors = tensors
         self._fulls = fulls
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"this GradBucket has no {name!r}. A hook of torch's DDP needs another bucket: use one "
+            "of xla_fsdp.comm_hooks, or return bucket.reduce(bucket.buffer())"
+        )
 
     @property
     def ranks(self) -> int:

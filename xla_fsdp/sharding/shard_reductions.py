@@ -117,7 +117,8 @@ def adds_to_grad(leaf: Any) -> bool | None:
 class _Largest(torch.autograd.Function):
     """The maximum over the ranks, NaN if any is NaN.
 
-    ``count``: how many elements of this rank are the largest; all of them share the gradient.
+    ``count``: how many of this rank's elements equal its largest one. All largest elements share
+    the gradient equally.
     """
 
     @staticmethod
@@ -245,7 +246,7 @@ class PendingNorm(torch.Tensor):
         own = args[0] if args and isinstance(args[0], cls) else None
         with torch._C.DisableTorchFunctionSubclass():
             if own is not None:
-                if func is torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
+                if func == torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
                     return own._dtype
                 if func in TENSOR_METADATA:
                     return func(own._power, *args[1:], **kwargs)
@@ -429,7 +430,7 @@ def largest_of_ranks(
 
 
 def _count_of(largest: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
-    """How many elements of ``value`` are the ``largest``, if that has a gradient."""
+    """The number of elements of ``value`` that equal ``largest``; None if that has no graph."""
     has_graph = largest.requires_grad
     return (value.detach() == largest.detach()).sum().to(value.dtype) if has_graph else None
 

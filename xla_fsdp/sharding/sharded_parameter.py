@@ -28,18 +28,19 @@ class _Sharded:
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for kind in (UnreducedGradient, reductions.PendingNorm):
-            if kind in types:  # it calls `func` again, without its own kind
+            if kind in types:  # it replaces its own tensors, and calls `func` again
                 return kind.__torch_function__(func, types, args, kwargs)
         with on_local_parts():
             answer, kwargs = _answer_of(func), kwargs or {}
-            for name in ("input", "self", "tensor"):
-                # `torch.where` has a condition before its input.
-                if not args and name in kwargs and "condition" not in kwargs:
+            for name in ("input", "self", "tensor", "x", "A"):
+                # `torch.where` has a condition before its input, `torch.result_type` a scalar.
+                if not args and name in kwargs and not {"condition", "scalar"} & set(kwargs):
+                    kwargs = dict(kwargs)
                     args = (kwargs.pop(name),)
             try:
                 if answer in _COMPUTING:
                     args, kwargs = _on_device(func, args, kwargs)
-                return answer(func, args, kwargs)
+                return answer(func, args, dict(kwargs))
             except ShardedParameterError:
                 divided = any(spec.world.size > 1 for spec in _specs((args, kwargs)))
                 if divided or getattr(func, "__name__", "") == "__set__":
@@ -212,7 +213,7 @@ _SAME_ELEMENTS = frozenset(
 # Elementwise, but not tagged as pointwise.
 _POINTWISE = frozenset(
     """isfinite isinf isnan isreal isclose isposinf isneginf signbit fix masked_fill where
-    float_power square clip rsub nan_to_num result_type floor_divide""".split()
+    float_power square clip rsub nan_to_num floor_divide""".split()
 )
 _ALIASES = {
     "multiply": "mul", "divide": "div", "true_divide": "div", "subtract": "sub", "absolute": "abs",
@@ -384,7 +385,7 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return func(*args)  # raises, as for any tensor
     own, value, *rest = args if len(args) > 1 else (*args, kwargs.pop("src"))
     part = _part(operation_name(func), spec_of(own), value)
-    # Attributes are not moved by torch, and torch_xla copies a number of the CPU without its shape.
+    # torch does not move attributes; torch_xla gives the target the shape of a number on the CPU.
     if isinstance(part, torch.Tensor) and (func.__name__ == "__set__" or not part.dim()):
         part = part.to(own.device)
     return func(own, part, *rest, **kwargs)
@@ -442,8 +443,7 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
                 raise unsupported(name, spec, f"the other tensor has shape {list(value.shape)}")
             # A parameter without dimensions has a shard with one, and counts in type promotion.
             value = value.reshape(1) if value.dim() > 1 or not spec.shape else value
-            shares = value.requires_grad and torch.is_grad_enabled()
-            return reductions.Shared.apply(value, spec.world) if shares else value
+            return _shared(value, spec)
 
         args, kwargs = map_tensors(number, (args, kwargs))
     found = func(*args, **kwargs)
@@ -452,9 +452,27 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return found if spec is None else as_sharded(found, spec)
 
 
+def _shared(value: Any, spec: ShardSpec | None) -> Any:
+    """``value``; all ranks contribute to its gradient if it is plain and has one."""
+    plain = spec is not None and isinstance(value, torch.Tensor) and spec_of(value) is None
+    if not plain or not (value.requires_grad and torch.is_grad_enabled()):
+        return value
+    return reductions.Shared.apply(value, spec.world)  # type: ignore[union-attr]
+
+
 def _viewed_as(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Never a copy: torch finds the leaf of a graph by ``view_as``."""
     return _pointwise(func, args, kwargs)
+
+
+def _of_metadata(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Answers from shapes and dtypes of full tensors."""
+
+    def empty(value: torch.Tensor) -> torch.Tensor:
+        shape = getattr(spec_of(value), "shape", value.shape)
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    return func(*map_tensors(empty, args), **map_tensors(empty, kwargs))
 
 
 def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -473,7 +491,16 @@ def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     lists = [one for one in lists if isinstance(one[0], torch.Tensor)]
     rest = [one for one in given if isinstance(one, torch.Tensor)]
     specs = [_common_spec(name, [*together, *rest]) for together in zip(*lists, strict=False)]
-    found = func(*args, **kwargs)
+    common = next(filter(None, specs), None)
+
+    def shares(given: Any) -> Any:
+        """``given``, of whose plain tensors with a graph all ranks contribute to the gradient."""
+        if isinstance(given, (list, tuple)):
+            return [_shared(one, spec) for one, spec in zip(given, specs, strict=False)]
+        return _shared(given, common)
+
+    args = tuple(map(shares, args))
+    found = func(*args, **{name: shares(value) for name, value in kwargs.items()})
     if isinstance(found, (list, tuple)):
         for value, spec in zip(found, specs, strict=True):
             if spec is not None:
@@ -604,10 +631,16 @@ def _non_finite_check(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _gradient_of(output: Any, given: Any) -> Any:
-    """``given``, which the user passes to a backward of ``output``: the part for a shard."""
+    """This rank's part of ``given``, the gradient that the user passes to a backward of
+    ``output``."""
     spec = spec_of(output)
     if spec is None or given is None:
         return given
+    if type(given) is torch.Tensor and given.shape != spec.shape:
+        raise unsupported(
+            "the gradient given to a backward", spec, "it must have the full shape, got "
+            f"{list(given.shape)}. Pass the full gradient, or torch.ones_like(value)"
+        )  # fmt: skip
     return _part("a backward", spec, given).to(output.device)
 
 
@@ -643,6 +676,8 @@ _ANSWERS: dict[str, Answer] = {
     "vdot": _dot,
     "inner": _dot,
     "dist": _dist,
+    "result_type": _of_metadata,
+    "is_same_size": _of_metadata,
     "view_as": _viewed_as,
     "expand_as": _viewed_as,
     "reshape_as": _viewed_as,

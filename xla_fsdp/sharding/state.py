@@ -89,7 +89,7 @@ class FSDPState(Unit):
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls ``forward``, of the module or a method, with full parameters."""
         called = type(self.module).__name__
-        require_plain_call(called, (args, kwargs))
+        require_plain_call(called, args, kwargs)
         args, kwargs = self.cast_inputs(args, kwargs)
         if self.computing:  # a module that calls itself
             return forward(*args, **kwargs)

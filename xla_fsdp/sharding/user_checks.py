@@ -22,6 +22,7 @@ from ..tree import overrides_dispatch, tensors_in
 from .deferred_values import require_all_initialized
 from .freeing import stamps
 from .ignored import ignored_mark_of, is_ignored
+from .sharded_parameter import ShardedParameter
 from .sharded_tensor import ReleasedParameter, flattened_in, sharded_tensor_of
 from .unit import NamedUnits
 
@@ -104,13 +105,16 @@ _REMEDY = (
 )
 
 
-def require_plain_call(name: str, inputs: Any) -> None:
+def require_plain_call(name: str, args: Any, kwargs: Any) -> None:
     """Raises RuntimeError inside torch.compile, torch.func, and what makes a graph for export."""
     if torch.compiler.is_dynamo_compiling():
         _raise_compiled(name)
     # Not torch.compiler.is_compiling(): one flag of all ranks that are threads.
     makes_graph = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-    if makes_graph or torch.jit.is_tracing() or tensors_in(inputs, (Proxy, FakeTensor)):
+    traced = isinstance(args, Proxy) or any(
+        isinstance(one, (Proxy, FakeTensor)) for one in (*args, *kwargs.values())
+    )
+    if makes_graph or torch.jit.is_tracing() or traced:
         raise_exported(f"the forward of {name}")
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
@@ -240,6 +244,11 @@ def require_shardable_parameters(path: str, module: nn.Module) -> None:
         if parameter is None or known:
             continue
         kind, called = type(parameter), dotted(path, key)
+        if issubclass(kind, ShardedParameter):
+            raise RuntimeError(
+                f"parameter {called!r} is the shard of a wrapper that no longer exists, so "
+                "its full parameter is not known. Build the module again, and keep its wrapper"
+            )
         own_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
         if own_function or overrides_dispatch(kind):
             raise TypeError(
