@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank
+from on_ranks import finish_step, on_each_rank
 from small_models import hybrid
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -488,9 +488,7 @@ def test_names_are_those_of_the_present_modules(rank, units, folder):
             if changes is not None:
                 changes(inner)
             model(torch.ones(2, 6, device=device)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torch_xla.sync()
+            finish_step(optimizer)
         present = set(model.parameters())
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if p in present]

@@ -7,13 +7,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, only_full, raises, slow
-from small_models import Computes
+from small_models import Computes, wrapped
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from wrappings import assert_equal
 
 import xla_fsdp
-from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import full_state_dict, fully_shard, load_full_state_dict
 from xla_fsdp.consolidate.errors import OtherRankError
 
@@ -190,14 +189,11 @@ def hooked_afterwards(model):
 
 def wrap(net, form):
     if form == "in place":
-        for child in (net.a, net.b):
-            fully_shard(child)
-        return fully_shard(net)
+        return wrapped(net, "a", "b", wrap=fully_shard)
     if form == "none":
         return net.to("xla")
-    if form == "nested":
-        net.a = FSDP(net.a)
-    return FSDP(net, flatten_parameters=form == "flat")
+    units = ["a"] if form == "nested" else []
+    return wrapped(net, *units, flatten_parameters=form == "flat")
 
 
 def same(found, expected):
