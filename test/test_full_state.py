@@ -9,6 +9,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import finish_step, on_each_rank
 from small_models import hybrid
+from small_models import wrapped as in_units
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from wrappings import KINDS, assert_equal, mean_loss, plain_zoo, stacked, step, zoo
@@ -472,16 +473,11 @@ def remove(model):
 
 
 CHANGES = (swap, rename, wrap, remove)
-IN_UNITS = {
-    "wrapper": lambda layer: layer,
-    "nested": FSDP,
-    "fully_shard": lambda layer: fully_shard(layer.to("xla")),
-}
 
 
-@pytest.mark.parametrize("units", IN_UNITS)
+@pytest.mark.parametrize("form", ["wrapper", "nested", "fully_shard"])
 @on_each_rank(2)
-def test_names_are_those_of_the_present_modules(rank, units, folder):
+def test_names_are_those_of_the_present_modules(rank, form, folder):
     def trained(change, model, inner, device):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for changes in (None, change):
@@ -496,10 +492,9 @@ def test_names_are_those_of_the_present_modules(rank, units, folder):
 
     def sharded():
         inner = Layers()
-        for name, layer in list(inner.named_children()):
-            setattr(inner, name, IN_UNITS[units](layer))
-        model = fully_shard(inner) if units == "fully_shard" else FSDP(inner)
-        return model, inner
+        units = [] if form == "wrapper" else ["first", "second", "third"]
+        shard = fully_shard if form == "fully_shard" else FSDP
+        return in_units(inner, *units, wrap=shard), inner
 
     for change in CHANGES:
         plain, (model, inner) = Layers(), sharded()
