@@ -14,17 +14,18 @@ from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 WRAPPINGS = ("none", "root", "nested", "flat", "rows", "auto")
 
 
-def wrapped(kind: str, model: torch.nn.Module) -> torch.nn.Module:
+def wrapped(kind: str, model: torch.nn.Module, **options) -> torch.nn.Module:
     if kind == "none":
         model = model.to("xla")
         model.tie()
         return model
     if kind == "nested":
         for number, block in enumerate(model.blocks):
-            model.blocks[number] = FSDP(block)
+            model.blocks[number] = FSDP(block, **options)
     if kind == "auto":
-        return FSDP(model, auto_wrap_policy=xla_fsdp.always_wrap_policy)
-    return FSDP(model, flatten_parameters=kind == "flat", shard_param_on_dim_0=kind == "rows")
+        options["auto_wrap_policy"] = xla_fsdp.always_wrap_policy
+    cut = {"flatten_parameters": kind == "flat", "shard_param_on_dim_0": kind == "rows"}
+    return FSDP(model, **cut, **options)
 
 
 adam = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -34,9 +35,9 @@ heavy_ball = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
 
 
 class Run:
-    def __init__(self, kind: str, rank: int, size: int, seed: int = 0, optimizer=adam):
+    def __init__(self, kind: str, rank: int, size: int, seed: int = 0, optimizer=adam, **options):
         torch.manual_seed(seed)
-        self.model = wrapped(kind, Zoo())
+        self.model = wrapped(kind, Zoo(), **options)
         self.kind, self.rank, self.size = kind, rank, size
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = optimizer(trained)

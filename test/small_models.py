@@ -66,11 +66,11 @@ def mlp() -> nn.Sequential:
     )
 
 
-def wrapped(model: nn.Module, *children: str, **options):
+def wrapped(model: nn.Module, *children: str, wrap: Any = FSDP, **options):
     for child in children:
         parent = model.get_submodule(child.rpartition(".")[0])
-        setattr(parent, child.rpartition(".")[2], FSDP(model.get_submodule(child), **options))
-    return FSDP(model, **options)
+        setattr(parent, child.rpartition(".")[2], wrap(model.get_submodule(child), **options))
+    return wrap(model, **options)
 
 
 def hybrid(rank: int) -> dict[str, Any]:

@@ -12,8 +12,6 @@ import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import finish_step, on_each_rank, raises, slow, without_ranks
 from small_models import (
-    Block,
-    assert_same_gradients,
     full,
     here,
     hybrid,
@@ -24,7 +22,7 @@ from small_models import (
 )
 from torch import nn
 
-from xla_fsdp import CPUOffload, ShardedParameterError, fully_shard, plan, scan_blocks
+from xla_fsdp import CPUOffload, fully_shard, plan
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
 CLIP, STEPS = 0.3, 2
@@ -268,80 +266,3 @@ def test_stored_gradients_are_dropped_as_in_torch(rank, form):
         drop(model, optimizer)
         model(X.to("xla")).square().mean().backward()
         assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(plain)), name
-
-
-def blocks():
-    torch.manual_seed(0)
-    return [Block(6) for _ in range(3)]
-
-
-USES = {
-    "sum": lambda norms: torch.stack(norms).sum(),
-    "max": lambda norms: torch.stack(norms).max(),
-    "mean": lambda norms: torch.stack(norms).mean(),
-    "norm of order 1": lambda norms: torch.linalg.vector_norm(torch.stack(norms), 1.0),
-    "sum without a stack": sum,
-}
-
-
-@pytest.mark.parametrize("form", (*FORMS, "scanned", "flat"))
-@on_each_rank(2)
-def test_a_list_of_norms_is_that_of_parameters(rank, form):
-    if form == "scanned":
-        model = scan_blocks(blocks())
-    else:
-        flat = {"flatten_parameters": True} if form == "flat" else {}
-        model = sharded(form, nn.Sequential(*blocks()), **flat)
-    values = [p.detach() for p in model.parameters()]
-    expected = [torch.norm(p.detach()) for p in nn.Sequential(*blocks()).parameters()]
-    for name, use in USES.items():
-        for kind, norms in (
-            ("one by one", lambda: [torch.norm(p) for p in values]),
-            ("foreach", lambda: torch._foreach_norm(values)),
-        ):
-            if form in ("scanned", "flat"):
-                with pytest.raises(ShardedParameterError, match="contains several parameters"):
-                    use(norms())
-            else:
-                assert use(norms()).item() == pytest.approx(use(expected).item()), (name, kind)
-    total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)).to(values[0].device))
-    assert total.item() == pytest.approx(torch.stack(expected).norm().item())
-    with pytest.raises(ShardedParameterError, match="groups by name"):
-        [p for p in scan_blocks(blocks()).parameters() if p.ndim >= 2]
-
-
-@pytest.mark.parametrize("form", FORMS)
-@on_each_rank(2)
-def test_a_penalty_on_the_full_tensor_has_a_gradient(rank, form):
-    model = sharded(form, linear())
-    loss = model(X.to("xla") * (rank + 1)).square().mean()
-    loss = loss + sum(p.full_tensor().square().sum() for p in model.parameters())
-    loss.backward()
-    with torch.no_grad():
-        assert not next(model.parameters()).full_tensor().requires_grad
-    plain = linear()
-    loss = sum(plain(X * (rank + 1)).square().mean() for rank in range(2)) / 2
-    (loss + sum(p.square().sum() for p in plain.parameters())).backward()
-    assert_same_gradients(model, plain, rtol=1e-5)
-
-
-@on_each_rank(2)
-def test_values_that_torch_takes_apart_are_right_or_raise(rank):
-    p = next(sharded("wrapper", linear()).parameters())
-    plain = linear().weight
-    assert (p > 0).byte().min().item() == (plain > 0).byte().min().item() == 0
-    assert (p > -9).byte().min().item() == 1
-    least = torch.iinfo(torch.int64).min
-    assert torch.full_like(p, 0, dtype=torch.int64).fill_(least).min().item() == least
-    for call in (
-        lambda: p.int().mean(),
-        lambda: p.int().std(),
-        lambda: torch.rand(p.shape, out=p.data),
-        lambda: torch.randn(p.shape, out=p.data),
-    ):
-        with pytest.raises(ShardedParameterError):
-            call()
-    assert p.new_tensor([1.0, 2.0]).tolist() == [1.0, 2.0]
-    assert torch.equal(p & 1 if not p.is_floating_point() else 1 * p, p)
-    # As a file's values: `xm.save` makes them so.
-    assert type(copy.copy(p)) is not type(p) and copy.copy(p).shape == p.to_local().shape

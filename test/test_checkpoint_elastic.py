@@ -6,6 +6,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from checkpoint_runs import WRAPPINGS, Run, adam, averaged, heavy_ball, nesterov, wrapped
 from on_ranks import finish_step, on_each_rank
+from small_models import wrapped as in_units
 from torch import nn
 from zoo import Zoo
 
@@ -132,11 +133,7 @@ def _small(form):
     model = nn.Sequential(nn.Linear(7, 13), nn.LayerNorm(13), nn.GELU(), nn.Linear(13, 5))
     if form == "flat":
         return FSDP(model, flatten_parameters=True)
-    if form == "wrapper":
-        model[0] = FSDP(model[0])
-        return FSDP(model)
-    fully_shard(model[0])
-    return fully_shard(model)
+    return in_units(model, "0", wrap=FSDP if form == "wrapper" else fully_shard)
 
 
 def _losses(rank, size, form, optimizer, folder, first, last):

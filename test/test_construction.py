@@ -130,13 +130,10 @@ def test_overrides_and_shared_modules():
 
 
 @on_each_rank(3)
-def test_parameters_keep_their_names(rank):
-    plain, inner = mlp(), mlp()
+def test_a_wrapper_answers_as_its_module(rank):
+    inner = mlp()
     inner[0].weight.no_decay = True
     model = wrapped(inner, "1")
-    expected = [name for name, _ in plain.named_parameters()]
-    assert [name for name, _ in model.named_parameters()] == expected
-    assert list(model.state_dict()) == list(plain.state_dict())
     assert model[0].weight.no_decay and model[0].weight.dim() == 2
     assert model.module is inner and len(model) == 3 and model[2] is inner[2]
     assert isinstance(model[1], FSDP) and model[1].module[0].in_features == WIDTH
@@ -208,12 +205,15 @@ def test_meta_modules_are_initialised_a_submodule_at_a_time(rank, flatten):
     with torch.device("meta"):
         model.extend(build(Counting))
     model[2][0].weight.requires_grad_(False)
+    model[6].weight.no_decay = True
     names = [name for name, _ in model.named_parameters()]
-    wrapper = wrapped(model, *(["1", "4"] if flatten else ["1"]), flatten_parameters=flatten)
+    units = ["1", "4"] if flatten else ["1", "6"]
+    wrapper = wrapped(model, *units, flatten_parameters=flatten)
     if not flatten:
         assert [name for name, _ in wrapper.named_parameters()] == names
         assert 0 < max(held) <= WIDTH * WIDTH + 2 * WIDTH
         assert [n for n, p in wrapper.named_parameters() if not p.requires_grad] == ["2.0.weight"]
+        assert wrapper[6].weight.no_decay and wrapper[0][0].weight is wrapper[6].weight
     assert all(p.device.type == "xla" for p in wrapper.parameters())
     full = whole(wrapper, wrapper.state_dict())
     assert torch.equal(full["6.weight"], full["0.0.weight"])
@@ -309,6 +309,8 @@ def test_gradient_divide_factors(rank):
     world = xr.world_size()
     model = wrapped(mlp(), "1")
     assert model.gradient_predivide_factor * model.gradient_postdivide_factor == world
+    half = FSDP(mlp().half())
+    assert half.gradient_predivide_factor == 2 and half.gradient_postdivide_factor == world / 2
     model.set_gradient_divide_factors(np.float32(2.0), 0.5, recursive=True)
     mean_square(model, here(rank)).backward()
     plain = mlp()
@@ -488,10 +490,8 @@ MISSING = ["head.weight", "head.bias"]
 def built(kind):
     with torch.device("meta"):
         model = Model()
-    if kind == "nested":
-        for number, block in enumerate(model.blocks):
-            model.blocks[number] = FSDP(block, param_init_fn=defer_init)
-    return FSDP(model, param_init_fn=defer_init, flatten_parameters=kind == "flat")
+    units = ["blocks.0", "blocks.1"] if kind == "nested" else []
+    return wrapped(model, *units, param_init_fn=defer_init, flatten_parameters=kind == "flat")
 
 
 def raises_naming(names, absent, doing="the first forward", call=None):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import torch_xla.runtime as xr
 from covering import covering, pairs_of
 from on_ranks import finish_step, on_each_rank, raises
-from small_models import WORDS, Block, Language, of_parameters
+from small_models import WORDS, Block, Language, of_parameters, wrapped
 from torch import nn
 
 import xla_fsdp
@@ -147,17 +147,12 @@ def options_for(cell: Cell) -> dict[str, Any]:
 
 def sharded(cell: Cell) -> nn.Module:
     model, options = build(cell), options_for(cell)
-    if "fully_shard" in cell:
-        for one in (model.embed, *model.blocks):
-            fully_shard(one, **options)
-        return fully_shard(model, **options)
-    fsdp = functools.partial(FSDP, **options)
+    units = ["blocks.0", "blocks.1", "embed"]
     if "scanned" in cell:
         model.blocks = scan_blocks(list(model.blocks), **options)
-    else:
-        model.blocks = nn.Sequential(*map(fsdp, model.blocks))
-    model.embed = fsdp(model.embed)
-    return fsdp(model)
+        units = ["embed"]
+    wrap = fully_shard if "fully_shard" in cell else FSDP
+    return wrapped(model, *units, wrap=wrap, **options)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, raises, without_ranks
 from safetensors.torch import save_file
-from small_models import WORDS, Block, Language, whole
+from small_models import WORDS, Block, Language, assert_same_gradients, whole
+from small_models import wrapped as in_units
 from torch import nn
 from wrappings import assert_equal
 
@@ -54,16 +55,11 @@ def build(seed: int = 3) -> Model:
 
 def sharded(model: Model | None = None, /, **options: Any) -> Model:
     model = build() if model is None else model
-    for layer in model.blocks:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
+    return in_units(model, "blocks.0", "blocks.1", wrap=fully_shard, **options)
 
 
 def wrapped(seed: int = 3, **options: Any) -> nn.Module:
-    model = build(seed)
-    for number, layer in enumerate(model.blocks):
-        model.blocks[number] = FSDP(layer, **options)
-    return FSDP(model, **options)
+    return in_units(build(seed), "blocks.0", "blocks.1", **options)
 
 
 def tokens(step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
@@ -112,18 +108,6 @@ def assert_like_plain(model, found, expected, plain, tolerance: float = 2e-5) ->
     torch.testing.assert_close(state, plain.state_dict(), rtol=tolerance, atol=tolerance)
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-        return {n: None if p.grad is None else p.grad.cpu() for n, p in model.named_parameters()}
-
-
-def assert_like(found: nn.Module, expected: nn.Module) -> None:
-    """The same gradients, where every rank has seen the same data."""
-    grads = gradients(found)
-    wanted = {n: p.grad for n, p in expected.named_parameters()}
-    torch.testing.assert_close(grads, wanted, rtol=2e-5, atol=1e-6)
-
-
 def backward(model, batch):
     loss_of(model(batch), batch).backward()
     return model
@@ -150,7 +134,7 @@ def test_unshard_and_reshard(rank):
     own.up.weight.square().sum().backward()
     layer.reshard()
     assert layer.up.weight is shard
-    assert_like(model, plain)
+    assert_same_gradients(model, plain)
     model.zero_grad()
     plain.zero_grad()
 
@@ -164,7 +148,7 @@ def test_unshard_and_reshard(rank):
     for one in (model, *model.blocks):
         one.unshard()
     backward(model, here)
-    assert_like(model, backward(plain, batch))
+    assert_same_gradients(model, backward(plain, batch))
 
     # A step in between: what is kept is not used any more.
     model.set_reshard_after_backward(False)
@@ -177,7 +161,7 @@ def test_unshard_and_reshard(rank):
     assert gathers(loss) == 0  # kept from the backward
     loss.backward()
     backward(backward(plain, batch), batch)
-    assert_like(model, plain)
+    assert_same_gradients(model, plain)
     model.reshard()
 
     # What is full does not hide what is not; what is not full any more is not taken for it.
@@ -224,7 +208,7 @@ def test_scenarios(rank):
         backward(one, here if one is model else batch)
         layer = one.blocks[1]
         layer.forward(layer(at)).square().mean().backward()
-    assert_like(model, plain)
+    assert_same_gradients(model, plain)
 
     # Recomputation, made before and after; prefetch by hand; gradients of the inputs.
     plain = build()
@@ -239,7 +223,7 @@ def test_scenarios(rank):
         model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
         backward(model, here)
         plain.zero_grad()
-        assert_like(model, backward(plain, batch))
+        assert_same_gradients(model, backward(plain, batch))
 
     # A hook that computes a parameter of others, as weight_norm has it, and one of the user's.
     def normed():
@@ -251,11 +235,10 @@ def test_scenarios(rank):
     shapes = []
     for one in (plain, model):
         if one is model:
-            fully_shard(one[0])
-            fully_shard(one)
+            in_units(one, "0", wrap=fully_shard)
             one[2].register_forward_hook(lambda m, args, out: shapes.append(m.weight.shape))
         one(x if one is plain else x.to("xla")).square().mean().backward()
-    assert_like(model, plain)
+    assert_same_gradients(model, plain)
     assert shapes == [(3, 12)]
     assert type(model[1:]) is nn.Sequential and isinstance(model, FSDPModule)
 
@@ -263,12 +246,12 @@ def test_scenarios(rank):
     plain = backward(build(), batch)
     inner = build()
     fully_shard(inner.blocks[0])
-    assert_like(backward(FSDP(inner), here), plain)
+    assert_same_gradients(backward(FSDP(inner), here), plain)
     outer = build()
     outer.blocks[0] = FSDP(outer.blocks[0])
     fully_shard(outer.blocks[1])
     fully_shard(outer)
-    assert_like(backward(copy.deepcopy(outer), here), plain)
+    assert_same_gradients(backward(copy.deepcopy(outer), here), plain)
     assert all(grad is None for grad in (p.grad for p in outer.parameters()))
     narrow = torch.bfloat16
     layer = fully_shard(Block(), mp_policy=MixedPrecisionPolicy(narrow, output_dtype=torch.float32))
@@ -378,12 +361,10 @@ def test_what_is_not_possible_is_refused(rank):
         get_model_state_dict,
         get_optimizer_state_dict,
     )
-    from torch.distributed.fsdp import MixedPrecisionPolicy as Theirs
 
     def refused(match, error=ValueError, module=None, **options):
         raises(error, match, fully_shard, nn.Linear(2, 2) if module is None else module, **options)
 
-    refused("mp_policy must be", mp_policy=Theirs())
     refused("must be a torch.nn.Module", TypeError, module=7)
     refused("no forward", RuntimeError, module=nn.ModuleList([nn.Linear(2, 2)]))
     refused("already wrapped", RuntimeError, module=fully_shard(nn.Linear(2, 2)))

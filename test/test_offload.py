@@ -1,6 +1,5 @@
 """``cpu_offload``, also with ``stream=True``: it trains as without, and what is held where."""
 
-import contextlib
 import copy
 
 import pytest
@@ -10,7 +9,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.runtime as xr
-from checkpoint_runs import Run
+from checkpoint_runs import Run, wrapped
 from on_ranks import finish_step, on_each_rank, raises, slow, without_ranks
 from small_models import Computes, here, inputs, mlp, trace_as_on_tpu
 from torch import nn
@@ -34,20 +33,16 @@ from xla_fsdp.optim import LAMB, MasterWeights
 HOST = torch.device("cpu")
 
 
-def plain(kind, model, **options):
-    if kind == "nested":
-        for number, block in enumerate(model.blocks):
-            model.blocks[number] = FSDP(block, **options)
-    cut = {"flatten_parameters": kind == "flat", "shard_param_on_dim_0": kind == "rows"}
-    return FSDP(model, **cut, **options)
+def streaming(**options):
+    return {"cpu_offload": CPUOffload(stream=True), **options}
 
 
 def offloaded(kind, model, **options):
-    return plain(kind, model, cpu_offload=CPUOffload(), **options)
+    return wrapped(kind, model, cpu_offload=CPUOffload(), **options)
 
 
 def streamed(kind, model, **options):
-    return plain(kind, model, cpu_offload=CPUOffload(stream=True), **options)
+    return wrapped(kind, model, **streaming(**options))
 
 
 def trained(rank, size, wrap, kind, optimizer, steps=3, **options):
@@ -95,7 +90,7 @@ def test_trains_as_without(rank, wrap, on_tpu):
     narrow = {"compute_dtype": torch.bfloat16}
     ways = [("nested", narrow if on_tpu else {}), ("flat", {}), ("rows", narrow)]
     for number, (kind, options) in enumerate(ways[: 3 if (size, wrap) == (2, offloaded) else 1]):
-        expected = trained(rank, size, plain, kind, heavy_ball, **options)
+        expected = trained(rank, size, wrapped, kind, heavy_ball, **options)
         found = trained(rank, size, wrap, kind, fused if number % 2 else heavy_ball, **options)
         assert found[3] == {HOST} and expected[3] != {HOST}
         # XLA leaves out that a gradient is rounded to bfloat16 if it need not go anywhere. What it
@@ -127,40 +122,31 @@ def test_the_update_is_torchs_on_the_host_bit_for_bit(rank):
         assert all(map(torch.equal, shards, copies))
 
 
-class OffloadedRun(Run):
-    def __init__(self, wrap, rank, size, seed=0):
-        super().__init__("root", rank, size, seed)
-        torch.manual_seed(seed)
-        self.model = wrap("nested", Zoo())
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer.param_groups[0]["params"][:] = trained
-
-
 def states_of(run):
     full = xla_fsdp.full_state_dict(run.model, rank0_only=False)
     return full, xla_fsdp.full_optim_state_dict(run.model, run.optimizer, rank0_only=False)
 
 
-def saved(rank, wrap, folder):
-    run = OffloadedRun(wrap, rank, 2)
+def saved(rank, offload, folder):
+    run = Run("nested", rank, 2, cpu_offload=offload)
     run.train(0, 2)
     run.save(f"{folder}/now", 2)
     checkpointer = xla_fsdp.AsyncCheckpointer(f"{folder}/later")
     checkpointer.save(run.model, run.optimizer, run.scheduler, step=2)
     losses = run.train(2, 4)
     checkpointer.close()
-    again = OffloadedRun(wrap, rank, 2, seed=5)
+    again = Run("nested", rank, 2, seed=5, cpu_offload=offload)
     again.load(f"{folder}/later")
     assert again.train(2, 4) == losses
     return losses, *states_of(run)
 
 
-def resumed(rank, wrap, folder):
+def resumed(rank, offload, folder):
     run = Run("root", rank, 4, seed=7)
     run.load(f"{folder}/now")
     losses = run.train(2, 4)
     full, states = states_of(run)
-    back = OffloadedRun(wrap, rank, 4, seed=9)
+    back = Run("nested", rank, 4, seed=9, cpu_offload=offload)
     xla_fsdp.load_full_state_dict(back.model, full)
     xla_fsdp.load_full_optim_state_dict(back.model, back.optimizer, states)
     weights, again = states_of(back)
@@ -169,10 +155,11 @@ def resumed(rank, wrap, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [offloaded, streamed])
-def test_checkpoints_with_other_ranks_and_without_offload(run_ranks, tmp_path, wrap):
-    losses, full, states = run_ranks(saved, 2, wrap, str(tmp_path))[0]
-    others, found, own = run_ranks(resumed, 4, wrap, str(tmp_path))[0]
+@pytest.mark.parametrize("stream", [False, True])
+def test_checkpoints_with_other_ranks_and_without_offload(run_ranks, tmp_path, stream):
+    offload = CPUOffload(stream=stream)
+    losses, full, states = run_ranks(saved, 2, offload, str(tmp_path))[0]
+    others, found, own = run_ranks(resumed, 4, offload, str(tmp_path))[0]
     torch.testing.assert_close(losses, others, rtol=1e-5, atol=1e-6)
     # Adam makes full steps of gradients that are nothing but rounding.
     torch.testing.assert_close(found, full, rtol=1e-2, atol=1e-3)
@@ -274,37 +261,22 @@ def some_on_the_device(rank):
 
 
 def named_ones(rank):
-    """Who is to get gradients may be said; nobody else does, on the host or inside no_sync."""
+    """Only parameters in ``inputs`` get gradients."""
 
-    def blocks(**options):
+    def blocks():
         torch.manual_seed(1)
-        return scan_blocks([torch.nn.Sequential(mlp(), torch.nn.Linear(3, 6)) for _ in range(2)],
-                           **options)  # fmt: skip
+        pairs = [nn.Sequential(mlp(), nn.Linear(3, 6)) for _ in range(2)]
+        return scan_blocks(pairs, cpu_offload=CPUOffload())
 
-    for make in (
-        lambda: offloaded("root", mlp()),
-        lambda: FSDP(mlp(), cpu_offload=CPUOffload(stream=True)),
-        lambda: FSDP(mlp()),
-        lambda: blocks(cpu_offload=CPUOffload()),
-    ):
+    for make in (lambda: offloaded("root", mlp()), lambda: streamed("root", mlp()), blocks):
         model = make()
         x = here(rank).requires_grad_()
         shards = list(model.parameters())
-        aside = contextlib.nullcontext if shards[0].device == HOST else model.no_sync
-        with aside():
-            (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
-            assert gradient.abs().sum() > 0 and x.grad is None
-            model(x).square().sum().backward(inputs=shards[1:2])
-            if shards[0].device == HOST:
-                with pytest.raises(RuntimeError, match=r"are on the host .* backward\(inputs="):
-                    torch.autograd.grad(model(x).square().sum(), shards[:1])
-            else:
-                (gradient,) = torch.autograd.grad(model(x).square().sum(), shards[:1])
-        if shards[0].device != HOST:
-            model(x).square().sum().backward(inputs=shards[:1])
-            assert torch.equal(shards[0].grad, gradient) and gradient.abs().sum() > 0
-            shards[0].grad = None
-            model(x).sum().mul(0).backward(inputs=shards[1:2])
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
+        assert gradient.abs().sum() > 0 and x.grad is None
+        model(x).square().sum().backward(inputs=shards[1:2])
+        with pytest.raises(RuntimeError, match=r"are on the host .* backward\(inputs="):
+            torch.autograd.grad(model(x).square().sum(), shards[:1])
         assert [p.grad is not None for p in shards] == [n == 1 for n in range(len(shards))]
 
 
@@ -391,10 +363,6 @@ def test_plan():
 WIDE = 8
 
 
-def streaming(**options):
-    return {"cpu_offload": CPUOffload(stream=True), **options}
-
-
 class Block(nn.Module):
     def __init__(self, dropped: float = 0.0):
         super().__init__()
@@ -430,9 +398,7 @@ def test_little_is_on_the_device(rank):
 
         def step(model=model, optimizer=optimizer):
             model(torch.ones(4, WIDE).to("xla")).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torch_xla.sync()
+            finish_step(optimizer)
 
         step()
         traffic = model.blocks[0]._unit.stream.traffic

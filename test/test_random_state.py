@@ -11,6 +11,7 @@ import torch_xla
 import torch_xla.runtime as xr
 from faulty_disk import in_child
 from on_ranks import on_each_rank, slow
+from small_models import wrapped
 from torch import nn
 
 import xla_fsdp
@@ -28,12 +29,8 @@ def build(form):
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
         for _ in range(2)
     ]
-    if form == "class":
-        return FSDP(nn.Sequential(*map(FSDP, blocks), nn.Linear(WIDTH, 3)))
     model = nn.Sequential(*blocks, nn.Linear(WIDTH, 3))
-    for block in blocks:
-        fully_shard(block)
-    return fully_shard(model)
+    return wrapped(model, "0", "1", wrap=FSDP if form == "class" else fully_shard)
 
 
 class Run:

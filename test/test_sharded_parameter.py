@@ -10,7 +10,16 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, raises
-from small_models import Computes, hybrid, mean_square
+from small_models import (
+    Computes,
+    assert_same_gradients,
+    here,
+    hybrid,
+    inputs,
+    mean_square,
+    mlp,
+    wrapped,
+)
 from torch import nn
 
 import xla_fsdp
@@ -47,6 +56,8 @@ def forms(form: str):
     return model, model.weight, plain.weight
 
 
+LEAST = torch.iinfo(torch.int64).min
+
 # Over all elements; those of one parameter raise where a tensor has several.
 OF_ALL = {
     "sum": lambda p: p.sum(),
@@ -56,12 +67,16 @@ OF_ALL = {
     "any": lambda p: (p > 0.3).any(),
     "any of bytes": lambda p: (p > 0.3).byte().any(),
     "all": lambda p: (p > -9).all(),
+    "least of bytes": lambda p: (p > 0).byte().min(),
+    "least of equal bytes": lambda p: (p > -9).byte().min(),
+    "least that is filled": lambda p: torch.zeros_like(p, dtype=torch.int64).fill_(LEAST).min(),
     "count_nonzero": lambda p: torch.count_nonzero(p > 0),
     "isnan": lambda p: torch.isnan(p + float("nan")).any(),
     "largest": lambda p: torch.nn.utils.get_total_norm([p], math.inf),
     "nan": lambda p: (p * float("nan")).max(),
     "exp": lambda p: p.exp().sum(),  # padding is 1 there
     "total norm": lambda p: torch.nn.utils.get_total_norm([p, p * 2]),
+    "norm of norms": lambda p: torch.stack(torch._foreach_norm([p, p * 2])).norm(),
     "dist": lambda p: torch.stack([torch.dist(p, p * 2)]).norm(),
 }
 OF_ONE = {
@@ -76,6 +91,16 @@ OF_ONE = {
     "std": lambda p: torch.std(p),
     "var": lambda p: p.var(unbiased=False),
 }
+OF_NORMS = {
+    "sum": lambda norms: torch.stack(norms).sum(),
+    "max": lambda norms: torch.stack(norms).max(),
+    "mean": lambda norms: torch.stack(norms).mean(),
+    "norm of order 1": lambda norms: torch.linalg.vector_norm(torch.stack(norms), 1.0),
+    "sum without a stack": sum,
+}
+for name, call in OF_NORMS.items():
+    OF_ONE[f"{name} of norms"] = lambda p, call=call: call([p.norm(), (p * 2).norm()])
+    OF_ONE[f"{name} of a list"] = lambda p, call=call: call(torch._foreach_norm([p, p * 2]))
 ELEMENTS = {
     "operators": lambda p: 1 - p * 2 / 3 + p**2,
     "compared": lambda p: (p > 0) & ~(p >= 0.2),
@@ -118,6 +143,10 @@ REFUSED = {
     },
     "eye": nn.init.eye_,
     "random like": lambda p: torch.rand_like(p),
+    "random into": lambda p: torch.rand(p.shape, out=p.data),
+    "normal into": lambda p: torch.randn(p.shape, out=p.data),
+    "mean of integers": lambda p: p.int().mean(),
+    "std of integers": lambda p: p.int().std(),
     "transposed": lambda p: p.T,
     "where they are": lambda p: torch.where(p > 0),
     "part": lambda p: p.copy_(torch.zeros(3, device="xla")),
@@ -152,6 +181,7 @@ def test_operations_are_as_in_one_process(rank, form):
         assert one.size(0) == plain.size(0) and one.nbytes == plain.nbytes
     with torch.no_grad():
         close(p.full_tensor(), plain.detach())
+        assert not p.full_tensor().requires_grad
         for name, call in ELEMENTS.items():
             found = call(p)
             assert found.shape == plain.shape, name
@@ -286,6 +316,9 @@ def test_values_are_full_tensors_and_files_have_plain_parts(rank):
         loaded = torch.load(file, weights_only=True)
         assert type(loaded) is torch.Tensor and loaded.device.type == "cpu" and loaded.dim() == 1
     assert "weight" in repr(p) and "weight" in f"{p}"
+    assert p.new_tensor([1.0, 2.0]).tolist() == [1.0, 2.0]
+    # As a file's values: `xm.save` makes them so.
+    assert type(copy.copy(p)) is not type(p) and copy.copy(p).shape == p.to_local().shape
 
 
 RESULTS = {
@@ -498,20 +531,18 @@ def test_shards_on_the_host(rank):
                 close(found.full_tensor() if calls is ELEMENTS else found, call(plain) + 0)
 
 
-def built():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
-
-
-def batch(rank):
-    return torch.randn(5, 8, generator=torch.Generator().manual_seed(rank))
-
-
 def weighted_penalty(model, x):
     """What goes back to a norm is another number on each rank: its own batch's loss."""
     own = model(x).pow(2).mean()
-    norms = sum(p.norm() for p in model.parameters())
-    return own * (1 + norms) + own * sum(p.max() + p.sum() for p in model.parameters())
+    norms = [p.norm() for p in model.parameters()]
+    largest = torch.stack(torch._foreach_norm(list(model.parameters()))).max()
+    others = sum(p.max() + p.sum() for p in model.parameters())
+    return own * (1 + sum(norms) + torch.stack(norms).mean() + largest + others)
+
+
+def penalty_on_full_tensors(model, x):
+    full = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    return mean_square(model, x) + sum(p.square().sum() for p in full)
 
 
 def gradient_penalty(model, x, power=2):
@@ -531,6 +562,7 @@ def inside_of(inner):
 
 LOSSES = {
     "weighted": (weighted_penalty, False),
+    "of full tensors": (penalty_on_full_tensors, False),
     "of gradients": (gradient_penalty, False),
     "of gradients of norms": (functools.partial(gradient_penalty, power=1), False),
     "in a forward": (mean_square, True),
@@ -550,42 +582,26 @@ WRAPPINGS = {
 @on_each_rank(RANKS)
 def test_gradients_of_reductions_in_a_loss(rank, case, wrapping):
     loss_of, inside = LOSSES[case]
-    plain = inside_of(built()) if inside else built()
-    sum(loss_of(plain, batch(r)) / RANKS for r in range(RANKS)).backward()
+    plain = inside_of(mlp()) if inside else mlp()
+    sum(loss_of(plain, inputs(r)) / RANKS for r in range(RANKS)).backward()
     wrap = WRAPPINGS[wrapping]
-    model = wrap(rank, built())
+    model = wrap(rank, mlp())
     model = wrap(rank, inside_of(model)) if inside else model
-    loss_of(model, batch(rank).to("xla")).backward()
+    loss_of(model, here(rank)).backward()
     found = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
     expected = {name: p.grad for name, p in plain.named_parameters()}
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def deep():
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
-
-
-def wrapped_on_host(wrap, **options):
-    model = deep()
-    for layer in model:
-        wrap(layer, **options)
-    return wrap(model, **options)
-
-
-def on_host(stream=False, **options):
-    options["cpu_offload"] = CPUOffload(stream=stream)
-    model = deep()
-    for number, layer in enumerate(model):
-        model[number] = FSDP(layer, **options)
-    return FSDP(model, **options)
+def on_host(**options):
+    return wrapped(mlp(), "0", "1", "2", **options or {"cpu_offload": CPUOffload()})
 
 
 ON_HOST = {
-    "wrapper": on_host,
-    "in place": lambda: wrapped_on_host(fully_shard, offload_policy=CPUOffloadPolicy()),
-    "streamed": lambda: on_host(stream=True),
-    "flat": lambda: on_host(flatten_parameters=True),
+    "wrapper": {"cpu_offload": CPUOffload()},
+    "in place": {"wrap": fully_shard, "offload_policy": CPUOffloadPolicy()},
+    "streamed": {"cpu_offload": CPUOffload(stream=True)},
+    "flat": {"cpu_offload": CPUOffload(), "flatten_parameters": True},
 }
 HOST_PENALTIES = {
     "squares": lambda p, old: p.square().sum(),
@@ -604,38 +620,30 @@ OF_ONE_PARAMETER = set(HOST_PENALTIES) - {"squares", "full"}
 @on_each_rank(4)
 def test_a_loss_and_a_penalty_on_shards_on_the_host_in_one_backward(rank, form):
     """With collectives on two threads of autograd, ranks would have different orders."""
-    plain, model = deep(), ON_HOST[form]()
-    everyone = [batch(other) for other in range(4)]
+    plain, model = mlp(), on_host(**ON_HOST[form])
+    everyone = [inputs(other) for other in range(4)]
     for name, penalty in HOST_PENALTIES.items():
         if form == "flat" and name in OF_ONE_PARAMETER:
             continue
         called = []
         hooks = [p.register_hook(called.append) for p in model.parameters()]
-        totals = []
-        for one, batches in ((plain, everyone), (model, [batch(rank).to("xla")])):
+        for one, batches in ((plain, everyone), (model, [here(rank)])):
             one.zero_grad()
             old = [p.detach().clone() for p in one.parameters()]
             loss = sum(one(x).square().mean() for x in batches) / len(batches)
             pairs = zip(one.parameters(), old, strict=True)
-            totals.append(loss + sum(penalty(p, before) for p, before in pairs))
-            totals[-1].backward()
+            (loss + sum(penalty(p, before) for p, before in pairs)).backward()
         # What is cast on the host has a gradient of its own.
         assert len(called) == len(hooks) or name == "wider", f"{name}: a hook is called once"
         for hook in hooks:
             hook.remove()
-        shards = dict(model.named_parameters())
-        assert all(p.grad.device.type == "cpu" for p in shards.values())
-        found = {key: p.grad.full_tensor().cpu() for key, p in shards.items()}
-        expected = {key: p.grad for key, p in plain.named_parameters()}
-        if form == "flat":
-            found = [torch.cat([*found.values()])]
-            expected = [torch.cat([grad.reshape(-1) for grad in expected.values()])]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
+        assert all(p.grad.device.type == "cpu" for p in model.parameters())
+        assert_same_gradients(model, plain, atol=1e-5, msg=name)
 
 
 @on_each_rank(2)
 def test_gradients_of_a_penalty_on_shards_on_the_host(rank):
-    plain, model = deep(), on_host()
+    plain, model = mlp(), on_host()
     plain_loss, loss = (sum(p.norm() for p in one.parameters()) for one in (plain, model))
     grads = torch.autograd.grad(plain_loss, list(plain.parameters()), retain_graph=True)
     for own, grad in zip(torch.autograd.grad(loss, list(model.parameters())), grads, strict=True):
@@ -646,11 +654,8 @@ def test_gradients_of_a_penalty_on_shards_on_the_host(rank):
     assert all(p.grad is None for p in rest)
     with torch.no_grad():
         assert first.norm().device.type == "cpu"
-    total, text = (
-        sum(p.norm() for p in model.parameters()),
-        "host .* was computed with create_graph",
-    )
-    every = list(model.parameters())
+    every, text = list(model.parameters()), "host .* was computed with create_graph"
+    total = sum(p.norm() for p in every)
     raises(RuntimeError, text, torch.autograd.grad, total, every, create_graph=True)
     model.zero_grad()
     sum(p.norm() for p in model.parameters()).backward(create_graph=True)

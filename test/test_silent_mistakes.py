@@ -707,12 +707,8 @@ def test_each_is_right_or_refused(rank):
     padding_that_is_filled(rank)
 
 
-def with_linear(compute):
-    return FSDP(Computes(compute, linear=nn.Linear(4, 4)))
-
-
 def moves(self, x):
-    return self.linear(x.to(self.linear.weight.device))
+    return self.layer(x.to(self.layer.weight.device))
 
 
 def moves_and_fails(self, x):
@@ -748,13 +744,13 @@ def test_inputs_on_the_cpu(rank):
             assert message.count(f"move inputs there with .to('xla:{rank}')") == 1, (name, model)
             assert caught.value.__cause__ is not None
         models[0](*[value.to(f"xla:{rank}") for value in given])  # the remedy
-    loss = with_linear(lambda self, x, y: nn.functional.cross_entropy(self.linear(x), y))
+    loss = wrapped(with_layer(lambda self, x, y: F.cross_entropy(self.layer(x), y)))
     target = torch.tensor([1, 2])
-    raises(RuntimeError, r"shape \(2,\) on cpu", loss, VECTORS.to("xla"), target)
-    loss(VECTORS.to("xla"), target.to("xla")).backward()
-    assert with_linear(moves)(VECTORS).device.type == "xla"
+    raises(RuntimeError, r"shape \(2,\) on cpu", loss, here(rank), target)
+    loss(here(rank), target.to("xla")).backward()
+    assert wrapped(with_layer(moves))(inputs(rank)).device.type == "xla"
     with pytest.raises(RuntimeError, match=r"^no such table\n.* on cpu, while"):
-        with_linear(moves_and_fails)(VECTORS)
+        wrapped(with_layer(moves_and_fails))(inputs(rank))
     # All on the device: what torch says of it.
     with pytest.raises(RuntimeError) as caught:
         FSDP(nn.Linear(4, 4))(torch.ones(2, 5, device="xla"))

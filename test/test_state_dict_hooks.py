@@ -1,20 +1,18 @@
-"""State dicts of modules that say themselves what theirs is, or whose layers have changed."""
+"""State dicts of modules that say themselves what theirs is."""
 
 import copy
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, only_full, raises, slow
-from small_models import Computes
+from small_models import Computes, wrapped
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from wrappings import assert_equal
 
 import xla_fsdp
-from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import full_state_dict, fully_shard, load_full_state_dict
 from xla_fsdp.consolidate.errors import OtherRankError
 
@@ -191,14 +189,11 @@ def hooked_afterwards(model):
 
 def wrap(net, form):
     if form == "in place":
-        for child in (net.a, net.b):
-            fully_shard(child)
-        return fully_shard(net)
+        return wrapped(net, "a", "b", wrap=fully_shard)
     if form == "none":
         return net.to("xla")
-    if form == "nested":
-        net.a = FSDP(net.a)
-    return FSDP(net, flatten_parameters=form == "flat")
+    units = ["a"] if form == "nested" else []
+    return wrapped(net, *units, flatten_parameters=form == "flat")
 
 
 def same(found, expected):
@@ -334,62 +329,3 @@ def test_an_error_of_a_hook_is_raised_on_every_rank_and_changes_nothing(rank):
     assert type(model.module.a) is type(model)
     assert all(a is b for a, b in zip(shards, model.parameters(), strict=True))
     same(full_state_dict(model, rank0_only=False), state)
-
-
-def build():
-    def compute(self, x):
-        for layer in self.layers.values():
-            x = layer(x).tanh()
-        return x
-
-    torch.manual_seed(3)
-    return Computes(compute, layers=nn.ModuleDict({name: nn.Linear(6, 6) for name in "abc"}))
-
-
-def swap(layers):
-    layers["a"], layers["c"] = layers["c"], layers["a"]
-
-
-def rename(layers):
-    layers["last"] = layers.pop("c")
-
-
-def remove(layers):
-    del layers["b"]
-
-
-def surround(layers):
-    layers["b"] = Computes(lambda self, x: 2 * self.base(x), base=layers["b"])
-
-
-CHANGES = [swap, rename, remove, surround]
-
-
-@pytest.mark.parametrize("form", ["wrapper", "fully_shard"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@on_each_rank(2)
-def test_states_have_present_names(rank, tmp_path, form, change):
-    plain, inner = build(), build()
-    model = FSDP(inner) if form == "wrapper" else xla_fsdp.fully_shard(inner)
-    change(plain.layers)
-    change(inner.layers)
-    optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (plain, model)]
-    plain(torch.ones(2, 6)).square().mean().backward()
-    model(torch.ones(2, 6).to("xla")).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    torch_xla.sync()
-    xla_fsdp.save_checkpoint(str(tmp_path), model, optimizers[1], step=1)
-    state = xla_fsdp.full_state_dict(model, rank0_only=False)
-    moments = xla_fsdp.full_optim_state_dict(model, optimizers[1], rank0_only=False)["state"]
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    xla_fsdp.load_checkpoint(str(tmp_path), model, optimizers[1])
-    again = xla_fsdp.full_state_dict(model, rank0_only=False)
-    torch.testing.assert_close(again, state, rtol=0, atol=0)
-    assert list(state) == list(plain.state_dict())
-    torch.testing.assert_close(state, plain.state_dict(), rtol=1e-4, atol=1e-5)
-    named = dict(plain.named_parameters())
-    found = {name: moment["exp_avg"] for name, moment in moments.items()}
-    expected = {name: optimizers[0].state[p]["exp_avg"] for name, p in named.items()}
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

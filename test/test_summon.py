@@ -93,6 +93,12 @@ def change(model: nn.Module) -> None:
     model.gain.requires_grad_(True)
 
 
+def refused(error, match, given, **options):
+    with pytest.raises(error, match=match):
+        with FSDP.summon_full_params(given, **options):
+            raise AssertionError("not refused")
+
+
 def reading_and_writing(rank, kind):
     plain, model = Model(), wrapped(kind)
     shards = list(model.parameters())
@@ -100,9 +106,7 @@ def reading_and_writing(rank, kind):
     with FSDP.summon_full_params(model):
         assert_is(model, plain)
         assert model.head.weight is model.module.embed.weight
-        with pytest.raises(RuntimeError, match="summoned already"):
-            with FSDP.summon_full_params(model):
-                pass
+        refused(RuntimeError, "summoned already", model)
     assert all(a is b for a, b in zip(model.parameters(), shards, strict=True))
     assert [shard._version for shard in shards] == values  # nothing was changed, nothing written
     with FSDP.summon_full_params(model):
@@ -165,9 +169,7 @@ def gradients_too(rank, kind):
     assert_same_gradients(model, plain)
     with model.no_sync():
         model(words(rank).to("xla")).sum().backward()
-    with pytest.raises(RuntimeError, match="not reduced yet"):
-        with FSDP.summon_full_params(model, with_grads=True):
-            pass
+    refused(RuntimeError, "not reduced yet", model, with_grads=True)
 
 
 def initialise(module: nn.Module) -> None:
@@ -220,9 +222,7 @@ def test_parts_of_a_model_and_what_is_refused(rank):
         with FSDP.summon_full_params(model.module.embed):
             assert model.module.embed.weight is model.head.weight
             model.module.embed.weight.data.mul_(2)
-        with pytest.raises(RuntimeError, match="tied weights"):
-            with FSDP.summon_full_params(model.module.embed, with_grads=True):
-                pass
+        refused(RuntimeError, "tied weights", model.module.embed, with_grads=True)
         model.head.weight.data.add_(1)
     plain.rnn.weight_ih_l0.data.zero_()
     plain.embed.weight.data.mul_(2).add_(1)
@@ -238,14 +238,9 @@ def test_parts_of_a_model_and_what_is_refused(rank):
     assert FSDP.fsdp_modules(nn.ModuleList(several), root_only=True) == several
     assert FSDP.fsdp_modules(nn.Linear(2, 2)) == []
 
-    def refused(error, match, given=model, **options):
-        with pytest.raises(error, match=match):
-            with FSDP.summon_full_params(given, **options):
-                raise AssertionError("not refused")
-
-    refused(TypeError, "recurse must be True or False, got 1", recurse=1)
-    refused(TypeError, "module must be a torch.nn.Module, got int", given=3)
-    refused(ValueError, "'' ?|'Linear' belong to a wrapper around", given=model.module.up)
+    refused(TypeError, "recurse must be True or False, got 1", model, recurse=1)
+    refused(TypeError, "module must be a torch.nn.Module, got int", 3)
+    refused(ValueError, "'' ?|'Linear' belong to a wrapper around", model.module.up)
     scanned = FSDP(nn.Sequential(nn.Linear(4, 4), scan_blocks(nn.Linear(4, 4) for _ in range(2))))
     raises(ValueError, "xla_fsdp.full_state_dict", scanned.apply, initialise)
 

@@ -135,9 +135,7 @@ def gradients_of(rank, call, shard, device):
 
 
 def in_place(model):
-    for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+    return wrapped(model, "layers.0", "layers.1", wrap=fully_shard)
 
 
 @pytest.mark.parametrize("sharding", ["one unit", slow("in place"), only_full("each layer")])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from on_ranks import on_each_rank, raises
 from small_models import Computes, assert_same_gradients
+from small_models import wrapped as in_units
 from torch import nn
 
 from xla_fsdp import FSDPModule, fully_shard, scan_blocks
@@ -41,9 +42,7 @@ def forms():
         return FSDP(nn.Sequential(FSDP(module, **options))), module
 
     def in_place():
-        model = nn.Sequential(Asking())
-        fully_shard(model[0])
-        fully_shard(model)
+        model = in_units(nn.Sequential(Asking()), "0", wrap=fully_shard)
         assert isinstance(model, FSDPModule)
         return model, model[0]
 
