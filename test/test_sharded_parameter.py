@@ -203,6 +203,8 @@ def test_operations_are_as_in_one_process(rank, form):
         assert torch.equal(p, p) and not torch.equal(p, p * 2)
         assert torch.allclose(p, p + 1e-9) and not torch.allclose(p, p + 1)
         assert torch.equal(input=p, other=p)
+        with torch.enable_grad():
+            raises(RuntimeError, "same number of tensors", torch._foreach_add, [p, p], [p])
         assert p.is_same_size(torch.zeros_like(p)) and not p.is_same_size(p.new_ones(3))
         assert (
             torch.result_type(p, p.new_ones(3)) == torch.result_type(scalar=2, tensor=p) == p.dtype

@@ -461,7 +461,7 @@ def _save_registered(original: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
 
 @changes.around(Accelerator, "save")
 def _save_object(original: Any, self: Accelerator, obj: Any, *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(one, (ShardedParameter, ShardedValue)) for one in tensors_in(obj)):
+    if tensors_in(obj, (ShardedParameter, ShardedValue)):
         raise ValueError(
             "accelerator.save was given shards, of which it would save the part of one rank: call "
             "full_tensor() of each on every rank, and save the results"

@@ -63,14 +63,11 @@ def with_full_tensors(content: Any) -> Any:
     """``content`` with full tensors on the host in place of shards, such as averages, on rank 0,
     and None on the others; every rank calls it. Pickling would save the part of one rank only."""
 
-    def full(tensor: torch.Tensor) -> torch.Tensor | None:
-        if not isinstance(tensor, (ShardedParameter, ShardedValue)):
-            return tensor
-        shard: Any = tensor.detach()
-        value: torch.Tensor = shard.full_tensor().cpu()
+    def full(shard: Any) -> torch.Tensor | None:
+        value: torch.Tensor = shard.detach().full_tensor().cpu()
         return value if xr.global_ordinal() == 0 else None
 
-    return map_tensors(full, content)
+    return map_tensors(full, content, (ShardedParameter, ShardedValue))
 
 
 def outermost_wrapper(model: nn.Module) -> tuple[nn.Module, str]:

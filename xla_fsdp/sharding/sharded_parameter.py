@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, repeat, starmap
 from typing import Any, NoReturn
 
 import torch
@@ -32,11 +33,10 @@ class _Sharded:
                 return kind.__torch_function__(func, types, args, kwargs)
         with on_local_parts():
             answer, kwargs = _answer_of(func), kwargs or {}
-            for name in ("input", "self", "tensor", "x", "A"):
-                # `torch.where` has a condition before its input, `torch.result_type` a scalar.
-                if not args and name in kwargs and not {"condition", "scalar"} & set(kwargs):
-                    kwargs = dict(kwargs)
-                    args = (kwargs.pop(name),)
+            # `torch.where` has a condition before its input, `torch.result_type` a scalar.
+            if not args and not {"condition", "scalar"} & kwargs.keys():
+                name = next((one for one in _FIRST if one in kwargs), None)
+                args = () if name is None else (kwargs.pop(name),)
             try:
                 if answer in _COMPUTING:
                     args, kwargs = _on_device(func, args, kwargs)
@@ -203,6 +203,8 @@ _PLAIN = frozenset(
     is_set_to can_cast new_empty new_zeros new_ones new_full new_tensor
     has_names _is_zerotensor _is_functional_tensor _nested_tensor_size""".split()
 )
+# Names of the first argument.
+_FIRST = ("input", "self", "tensor", "x", "A")
 # The same elements, moved, cast or with new values.
 _SAME_ELEMENTS = frozenset(
     """detach detach_ clone contiguous to cpu xla cuda type float double half bfloat16 int long
@@ -491,16 +493,17 @@ def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     lists = [one for one in lists if isinstance(one[0], torch.Tensor)]
     rest = [one for one in given if isinstance(one, torch.Tensor)]
     specs = [_common_spec(name, [*together, *rest]) for together in zip(*lists, strict=False)]
-    common = next(filter(None, specs), None)
+    if torch.is_grad_enabled():
 
-    def shares(given: Any) -> Any:
-        """``given``, of whose plain tensors with a graph all ranks contribute to the gradient."""
-        if isinstance(given, (list, tuple)):
-            return [_shared(one, spec) for one, spec in zip(given, specs, strict=False)]
-        return _shared(given, common)
+        def shared(given: Any) -> Any:
+            """``given``, to whose plain tensors all ranks contribute gradients."""
+            if isinstance(given, (list, tuple)):  # of another length, torch raises
+                return [*starmap(_shared, zip(given, chain(specs, repeat(None)), strict=False))]
+            return _shared(given, next(filter(None, specs), None))
 
-    args = tuple(map(shares, args))
-    found = func(*args, **{name: shares(value) for name, value in kwargs.items()})
+        args = tuple(map(shared, args))
+        kwargs = {name: shared(value) for name, value in kwargs.items()}
+    found = func(*args, **kwargs)
     if isinstance(found, (list, tuple)):
         for value, spec in zip(found, specs, strict=True):
             if spec is not None:

@@ -79,7 +79,7 @@ class Chip:
             (docs/design/benchmarks.md, "Matmuls and VMEM").
         overlaps_gathers: all-gathers run during compute (docs/design/benchmarks.md).
         ring_bytes: gradients from this size on are reduced along rows, then columns of chips, which
-            makes steps shorter (docs/design/communication.md); 0: never. v6e was not measured.
+            makes steps 3 % shorter or more (docs/design/communication.md); 0: never.
         along_all_axes: SparseCores run collectives over a full slice along all axes in parallel;
             none becomes an all-reduce. Seen on tpu7x:2x2x1 and 4x4x4.
         gathers_along_one_ring: all-gathers over a torus are one ring
