@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
 
 from ...names import is_wrapper
 from ...sharding.comm_plan import Collective, Divisors, plan_gathers, plan_reductions, reduced_in
@@ -100,15 +101,15 @@ def zero_bound(roots: Iterable[nn.Module]) -> int | None:
             sent += (2 + shard.requires_grad) * numel * dtype.itemsize * (ranks - 1) / ranks
 
     module: Any
+    shard: Any
     for module in (module for root in roots for module in root.modules()):
         if is_wrapper(module):
             unit = module._unit
             for tensor in unit.tensors:
                 dtype = tensor.spec.compute_dtype(unit.options.compute_dtype)
                 add(tensor.shard, tensor.layout.numel, dtype, unit.world.size)
-        elif type(module).__module__.startswith("torch_xla.distributed.fsdp"):
-            for shard in getattr(module, "sharded_params", ()):
-                dtype = getattr(module, "compute_dtype", None) or torch.float32
-                numel = math.prod(getattr(shard, "_orig_size", shard.shape))
-                add(shard, numel, dtype, module.world_size)
+        elif isinstance(module, InTree):
+            for shard in module.sharded_params:
+                numel = math.prod(shard._orig_size)
+                add(shard, numel, module.compute_dtype, module.world_size)
     return round(sent) if seen else None
