@@ -35,10 +35,8 @@ def reduce_scatter_hook(state: None, bucket: GradBucket) -> torch.Tensor:
     return bucket.reduce()
 
 
-def allreduce_hook(state: None, bucket: GradBucket) -> torch.Tensor:
-    """The default reduction; torch's name for modules that are not sharded."""
-    _require_no_state("allreduce_hook", state)
-    return bucket.reduce()
+allreduce_hook = reduce_scatter_hook
+"""torch's name for modules that are not sharded."""
 
 
 def bf16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:
