@@ -6,15 +6,7 @@ from typing import NoReturn
 
 import torch
 
-from .sharding.comm_hook import GradBucket
-
-__all__ = [
-    "GradBucket",
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "fp16_compress_hook",
-    "reduce_scatter_hook",
-]
+from .sharding.comm_hook import GradBucket as GradBucket
 
 _WIDE = (torch.float32, torch.float64)
 _REMOVED = ("PowerSGDState", "powerSGD_hook")  # for one release
