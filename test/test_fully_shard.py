@@ -381,10 +381,7 @@ def test_what_is_not_possible_is_refused(rank):
         "set_requires_all_reduce": None,
         "set_reshard_after_forward": 2,
         "set_reshard_after_backward": "no",
-        "set_is_last_backward": 0,
         "unshard": 1,
-        "set_modules_to_forward_prefetch": model,
-        "set_modules_to_backward_prefetch": [model.embed],
         "set_gradient_divide_factor": 0,
     }.items():
         with pytest.raises(ValueError):

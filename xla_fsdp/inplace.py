@@ -335,30 +335,24 @@ class FSDPModule(ShardedModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """No effect: modules are prefetched in the order of the trace."""
-        _require_sharded("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """No effect: modules are prefetched in the order of the trace."""
-        _require_sharded("set_modules_to_backward_prefetch", modules)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """No effect: the end of every backward is detected."""
-        require_flag("is_last_backward", is_last_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """No effect: the compiler removes gathers that are not needed."""
-        require_flag("unshard_in_backward", unshard_in_backward)
 
     def set_post_optim_event(self, event: Any) -> None:
         """No effect: a program has no streams."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """No effect: the compiler places buffers."""
-        require_flag("enable", enable)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """No effect: reductions are sums already."""
-        require_flag("enable", enable)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], **kwargs: Any) -> None:
         """Raises NotImplementedError."""
@@ -384,12 +378,3 @@ class FSDPModule(ShardedModule):
 def _units_in_place(module: FSDPModule, recurse: bool) -> list[FSDPState]:
     require_flag("recurse", recurse)
     return [one for one in unique_units(module) if one.in_place] if recurse else [module._unit]
-
-
-def _require_sharded(method: str, modules: Any) -> None:
-    if not isinstance(modules, (list, tuple)):
-        raise ValueError(f"{method} takes a list of modules, got {modules!r}")
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            kind = type(module).__name__
-            raise ValueError(f"{method} takes modules that fully_shard was called on, got a {kind}")

@@ -189,9 +189,6 @@ class HostGradients:
     def _give(self, pending: list[Pending]) -> None:
         """Fetches one piece while the piece before is added up; empties ``pending``."""
         pieces = self._pieces(pending)
-        if len(pieces) == 1:
-            self._add_up(*_copy_to_host(pieces.pop()))
-            return
         with ThreadPoolExecutor(1, "fetch gradients") as pool:
             following = pool.submit(_copy_to_host, pieces.pop())
             while pieces:

@@ -8,6 +8,7 @@ do not restore a state from within a step.
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,8 +17,6 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 
 from .. import xlac
-
-_NUMBER_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,12 @@ class DeviceRandomState:
 
     def to_bytes(self) -> bytes:
         """The format in checkpoints."""
-        numbers = (self.seed, self.draws)
-        return b"".join(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers)
+        return struct.pack("<2Q", self.seed, self.draws)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> DeviceRandomState:
         """Also reads the seed alone, the format of older checkpoints."""
-        numbers = [data[i : i + _NUMBER_BYTES] for i in range(0, len(data), _NUMBER_BYTES)]
-        return cls(*(int.from_bytes(number, "little") for number in numbers))
+        return cls(*struct.unpack(f"<{len(data) // 8}Q", data))
 
 
 @contextlib.contextmanager

@@ -210,7 +210,7 @@ class World:
             pairs = rings.pairs(way)
             held = torch.index_select(parts, 0, mine[way, :1])
             for step in range(1, rings.size):
-                held = self._permute(held, pairs)
+                held = self.permute(held, pairs)
                 held = held + torch.index_select(parts, 0, mine[way, step : step + 1])
             reduced.append(held)
         del named
@@ -278,15 +278,12 @@ class World:
         self, value: torch.Tensor, moves: Sequence[Sequence[int]], label: str = ""
     ) -> torch.Tensor:
         """Sends every rank's ``value`` according to ``moves``, (sender, receiver)."""
-        named = _named("collective_permute", label)
-        moved = self._permute(value, moves)
-        del named
-        return moved
-
-    def _permute(self, value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
+        named = _named("collective_permute", label) if label else None
         if self.context is None:
             xlac.set_collective_token(self._device_name, None)
-        return xm.collective_permute(value, lists(pairs))
+        moved = xm.collective_permute(value, lists(moves))
+        del named
+        return moved
 
     def _traced(
         self,

@@ -119,9 +119,6 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
             "x = blocks(x)"
         )
 
-    def __iter__(self) -> NoReturn:
-        self.__getitem__(0)
-
     def extra_repr(self) -> str:
         return f"blocks={len(self)}, {super().extra_repr()}"
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Described = dict[str, Any]
 
-_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
+_MACHINERY = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -58,9 +58,6 @@ def describe(block: nn.Module) -> Described:
             for name, tensor in tensors.items():
                 own = dotted(path, name)
                 found[own] = None if tensor is None else _tensor(kind, tensor, first, own)
-        for name in module._buffers:
-            if name in module._non_persistent_buffers_set:
-                found[f"persistence of {dotted(path, name)}"] = False
         require_no_hooks(path, module)
         if isinstance(module, nn.RNNBase):
             raise ValueError(
@@ -251,16 +248,13 @@ def _forward_error(block: nn.Module, does: str, remedy: str) -> ValueError:
 
 
 def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
-    if not isinstance(y, torch.Tensor):
+    is_tensor = isinstance(y, torch.Tensor)
+    if not is_tensor or y.shape != x.shape or y.dtype != x.dtype:
+        found = f"{tuple(y.shape)}, {y.dtype}" if is_tensor else f"a {type(y).__name__}"
         raise ValueError(
-            f"scanned blocks must return one tensor, but {type(block).__name__} returned a "
-            f"{type(y).__name__}. Make its forward return the tensor that the next block takes"
-        )
-    if y.shape != x.shape or y.dtype != x.dtype:
-        raise ValueError(
-            f"scanned blocks must return a tensor like their input, but {type(block).__name__} "
-            f"returned {tuple(y.shape)}, {y.dtype} for an input of {tuple(x.shape)}, {x.dtype}. "
-            "Make its forward return a tensor that the next block can take"
+            f"scanned blocks must return one tensor like their input, but {type(block).__name__} "
+            f"returned {found} for an input of {tuple(x.shape)}, {x.dtype}. Make its forward "
+            "return the tensor that the next block takes"
         )
 
 

@@ -15,7 +15,6 @@ from ..collectives.host_data import LARGE, fake_cpu_tensor
 from ..collectives.order import Order, after
 from ..collectives.world import World
 from ..layers import linear
-from ..layers.saved_activations import ATTENTION
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_simulated_rank
 from ..sharding.building import Builder, own_shard
@@ -224,10 +223,6 @@ class ScanBuilder(Builder):
         self._seen: dict[nn.Parameter, int] = {}
 
     def build(self, blocks: Iterable[nn.Module]) -> ScanUnit:
-        if not isinstance(blocks, Iterable):
-            raise TypeError(
-                f"blocks must be an iterable of modules, got {type(blocks).__name__}. Pass a list"
-            )
         checked: Iterable[nn.Module] = (
             self._checked(block, number) for number, block in enumerate(blocks)
         )
@@ -284,12 +279,6 @@ class ScanBuilder(Builder):
         described = describe(block)
         if self._template is None:
             self._template, self._described = block, described
-            known = {ATTENTION, *(name for name, _ in block.named_modules() if name)}
-            if unknown := [name for name in self.options.keep if name not in known]:
-                raise ValueError(
-                    f"keep={unknown[0]!r} is not a submodule of the blocks. Allowed are "
-                    f"{', '.join(sorted(known))}"
-                )
         require_same(self._described, described, number)
         return block
 
