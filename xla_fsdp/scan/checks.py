@@ -9,7 +9,7 @@ import operator
 import types
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from .. import xlac
 from ..checkpoint.readable_tensor import same_bits
 from ..consolidate.format.dtypes import is_dense
 from ..names import dotted
-from ..ranks.cpu.mode import READS, reads_to_host, xla_tensors
+from ..ranks.cpu.mode import HOST_DRAWS, READS, reads_to_host, xla_tensors
 from ..sharding.freeing import fill_, stamps
 from ..sharding.gathering import GatherNode, raise_changed_in_forward
 from ..sharding.mixed_precision import is_float32_hook
@@ -402,8 +402,12 @@ class ForbidHostValues(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if func in READS and reads_to_host(func, args, kwargs):
+        draws = func in HOST_DRAWS
+        if draws or func in READS and reads_to_host(func, args, kwargs):
             if inputs_of(xla_tensors((args, kwargs))) & self._given:
+                if draws:  # CPU ranks would first compute the arguments
+                    with torch._C.DisableTorchFunction():
+                        return func(*args, **kwargs)
                 remedy = "compute on the device (torch.where instead of if)"
                 raise _forward_error(self._block, f"reads values on the host ({name})", remedy)
         found = func(*args, **kwargs)
@@ -418,8 +422,8 @@ class ForbidHostValues(TorchFunctionMode):
 
 
 class ForbidFallbacks(TorchDispatchMode):
-    """Around the call of ``block``: raises ValueError if torch_xla has no kernel for an operator
-    on values computed from ``given``, so that it would read them on the host."""
+    """Around the call of ``block``: raises ValueError if torch_xla computes an operator on the
+    host with values computed from ``given``."""
 
     def __init__(self, block: nn.Module, given: set[int]) -> None:
         super().__init__()
@@ -428,36 +432,66 @@ class ForbidFallbacks(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _has_kernel(func) and inputs_of(xla_tensors((args, kwargs))) & self._given:
-            does = f"calls {func}, which torch_xla computes on the host"
-            raise _forward_error(self._block, does, "compute with other operators")
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func.namespace != "xla":  # its collectives have an order
+            described = _describe_argument((args, tuple(kwargs.items())))
+            # Random operators count draws, so that every trace must try them.
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            reads = (_reads.__wrapped__ if draws else _reads)(func, described)
+            if reads and inputs_of(xla_tensors((args, kwargs))) & self._given:
+                does = f"calls {func}, which torch_xla computes on the host"
+                raise _forward_error(self._block, does, "compute with other operators")
+        return func(*args, **kwargs)
+
+
+class _Described(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self, has_value: bool) -> torch.Tensor:
+        """Such a tensor: zeros, or one for which XLA raises when it computes it."""
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        if has_value or self.device.type != "xla":
+            return zeros
+        # No version of calls is 0.
+        (number,) = xlac.custom_call([zeros], "no_value", [[]], [torch.bool], False, "", 0, {})
+        # Some operators end the process for the result of a call itself.
+        return torch.where(number, zeros, torch.ones_like(zeros))
+
+
+def _describe_argument(value: Any) -> Any:
+    """``value`` without the values of tensors, hashable. 1, 1.0 and True differ."""
+    if isinstance(value, torch.Tensor):
+        return _Described(value.shape, value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_describe_argument, value))
+    return type(value), value
+
+
+def _argument(described: Any, has_values: bool) -> Any:
+    if isinstance(described, _Described):
+        return described.tensor(has_values)
+    if described and isinstance(described[0], type):
+        return described[1]
+    return tuple(_argument(one, has_values) for one in described)
 
 
 @functools.cache
-def _has_kernel(func: Any) -> bool:
-    """Whether torch_xla has a kernel for ``func``, or for its form that is not in place or returns
-    a copy, or torch computes it with other operators."""
-    base, dot, overload = func.name().partition(".")
-    out = f"{overload}_out" if overload else "out"
-    return (
-        _registered(f"{base}{dot}{overload}", "XLA", *_COMPOSITE)
-        or _registered(f"{base}_copy{dot}{overload}", "XLA", *_COMPOSITE)
-        or _registered(f"{base.rstrip('_')}{dot}{overload}", "XLA")
-        # Computes the kernel of its form with `out`.
-        or (
-            _registered(f"{base}{dot}{overload}", "CompositeExplicitAutogradNonFunctional")
-            and (_registered(f"{base}.out", "XLA") or _registered(f"{base}.{out}", "XLA"))
-        )
-    )
+def _reads(func: Any, described: Any) -> bool:
+    """Whether ``func`` computes values of such arguments, and does not only trace."""
+    error = _raised(func, described, has_values=False)
+    return error is not None and error is not _raised(func, described, has_values=True)
 
 
-def _registered(name: str, *keys: str) -> bool:
-    found = torch._C._dispatch_has_kernel_for_dispatch_key
-    return torch._C._dispatch_has_kernel(name) and any(found(name, key) for key in keys)
-
-
-_COMPOSITE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+def _raised(func: Any, described: Any, has_values: bool) -> type | None:
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        args, kwargs = _argument(described, has_values)
+        try:
+            func(*args, **dict(kwargs))
+        except Exception as error:
+            return type(error)
+    return None
 
 
 class HookTensors(TorchFunctionMode):
