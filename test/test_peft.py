@@ -3,7 +3,14 @@
 import hf_models
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)  # fmt: skip
 from safetensors.torch import load_file
 
 SPREAD = 0.1
@@ -55,7 +62,7 @@ def on_ranks(rank, ranks, name, folder, options, more):
 @pytest.mark.parametrize(
     "name,ranks,options,more",
     [
-        ("gpt2", 2, {}, {"modules_to_save": ["ln_f"]}),
+        ("gpt2", 2, {}, {"modules_to_save": ["ln_f"], "trainable_token_indices": {"wte": [3, 5]}}),
         pytest.param("llama", 4, {"flatten_parameters": True}, {}, marks=pytest.mark.slow),
     ],
 )
@@ -91,6 +98,8 @@ def prompts_and_refusals(rank, folder):
     own = model.prompt_encoder.default.embedding.weight.detach().clone()
     model = hf_models.wrap(model, "gpt2")
     model.save_pretrained(f"{folder}/prompts")
+    with pytest.raises(TypeError, match="PROMPT_TUNING change no weights"):
+        save_merged(model, "nowhere")
     model = hf_models.wrap(hf_models.build("gpt2", hf_models.WIDE), "gpt2")
     config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
     for one in (model, model.module):
@@ -109,3 +118,38 @@ def test_prompts_and_refusals(run_ranks, tmp_path):
     own = run_ranks(prompts_and_refusals, 2, str(tmp_path))[0]
     saved = load_file(tmp_path / "prompts" / "adapter_model.safetensors")
     assert torch.equal(saved["prompt_embeddings"], own)
+
+
+BUFFERS = {
+    "vera": VeraConfig(r=2, target_modules=["q_proj"], init_weights=False),  # shared by layers
+    "oft": OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"], init_weights=False),
+}
+
+
+def with_buffers(kind):
+    torch.manual_seed(1)
+    return get_peft_model(hf_models.build("llama", SPREAD), BUFFERS[kind])
+
+
+def saves_buffers(rank, folder):
+    from xla_fsdp.integrations.peft import save_merged
+
+    for kind in BUFFERS:
+        model = hf_models.wrap(with_buffers(kind), "llama")
+        model.save_pretrained(f"{folder}/{kind}")
+        model.load_adapter(f"{folder}/{kind}", "default")
+        save_merged(model, f"{folder}/{kind}/merged")
+
+
+def test_adapters_with_buffers(run_ranks, tmp_path):
+    run_ranks(saves_buffers, 2, str(tmp_path))
+    for kind in BUFFERS:
+        plain = with_buffers(kind)
+        plain.save_pretrained(tmp_path / "plain")
+        saved, own = (
+            load_file(folder / "adapter_model.safetensors")
+            for folder in (tmp_path / kind, tmp_path / "plain")
+        )
+        torch.testing.assert_close(saved, own, rtol=0, atol=0)
+        merged = load_file(tmp_path / kind / "merged" / "model.safetensors")
+        torch.testing.assert_close(merged, {**plain.merge_and_unload().state_dict()})
