@@ -8,7 +8,7 @@ import gc
 import operator
 import types
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -243,9 +243,9 @@ def _shown(value: Any) -> str:
     return repr(value)
 
 
-def _forward_error(block: nn.Module, does: str, remedy: str) -> ValueError:
+def _forward_error(block: nn.Module, does: str, remedy: str, what: str = "forward") -> ValueError:
     return ValueError(
-        f"the forward of {type(block).__name__} {does}, but scanned blocks are traced once for "
+        f"the {what} of {type(block).__name__} {does}, but scanned blocks are traced once for "
         f"all: {remedy}, or wrap each block separately"
     )
 
@@ -386,16 +386,22 @@ def require_no_graph(block: nn.Module, name: str, buffer: torch.Tensor) -> None:
         raise _forward_error(block, what, "call detach() on it, add its effect to the result")
 
 
-class ForbidHostValues(TorchFunctionMode):
-    """Around the call of ``block``: raises ValueError if the host draws random numbers, or reads a
-    value computed from ``given``.
+@contextlib.contextmanager
+def forbid_host_values(block: nn.Module, given: set[int], what: str = "forward") -> Iterator[None]:
+    """Around the ``what`` of ``block``: raises ValueError if the host draws random numbers, or
+    computes with a value computed from ``given``.
 
     ``given``: ids of device values that exist only in the loop. torch_xla would end the process.
     """
+    error = functools.partial(_forward_error, block, what=what)
+    with _ForbidReads(given, error), _ForbidFallbacks(given, error):
+        yield
 
-    def __init__(self, block: nn.Module, given: set[int]) -> None:
+
+class _ForbidReads(TorchFunctionMode):
+    def __init__(self, given: set[int], error: Callable[[str, str], ValueError]) -> None:
         super().__init__()
-        self._block, self._given = block, given
+        self._given, self._error = given, error
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -409,7 +415,7 @@ class ForbidHostValues(TorchFunctionMode):
                     with torch._C.DisableTorchFunction():
                         return func(*args, **kwargs)
                 remedy = "compute on the device (torch.where instead of if)"
-                raise _forward_error(self._block, f"reads values on the host ({name})", remedy)
+                raise self._error(f"reads values on the host ({name})", remedy)
         found = func(*args, **kwargs)
         name = name.rstrip("_")
         if name in _DRAWS and isinstance(found, torch.Tensor) and found.device.type == "cpu":
@@ -417,17 +423,16 @@ class ForbidHostValues(TorchFunctionMode):
             remedy = (
                 "draw on the device (torch.rand((), device=x.device)) and choose by torch.where"
             )
-            raise _forward_error(self._block, what, remedy)
+            raise self._error(what, remedy)
         return found
 
 
-class ForbidFallbacks(TorchDispatchMode):
-    """Around the call of ``block``: raises ValueError if torch_xla computes an operator on the
-    host with values computed from ``given``."""
+class _ForbidFallbacks(TorchDispatchMode):
+    """For operators that torch_xla computes on the host."""
 
-    def __init__(self, block: nn.Module, given: set[int]) -> None:
+    def __init__(self, given: set[int], error: Callable[[str, str], ValueError]) -> None:
         super().__init__()
-        self._block, self._given = block, given
+        self._given, self._error = given, error
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -440,7 +445,7 @@ class ForbidFallbacks(TorchDispatchMode):
             reads = (_reads.__wrapped__ if draws else _reads)(func, described)
             if reads and inputs_of(xla_tensors((args, kwargs))) & self._given:
                 does = f"calls {func}, which torch_xla computes on the host"
-                raise _forward_error(self._block, does, "compute with other operators")
+                raise self._error(does, "compute with other operators")
         return func(*args, **kwargs)
 
 
