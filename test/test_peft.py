@@ -120,31 +120,36 @@ def test_prompts_and_refusals(run_ranks, tmp_path):
     assert torch.equal(saved["prompt_embeddings"], own)
 
 
-BUFFERS = {
+SPECIAL = {
+    "lora": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
     "vera": VeraConfig(r=2, target_modules=["q_proj"], init_weights=False),  # shared by layers
     "oft": OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"], init_weights=False),
 }
 
 
-def with_buffers(kind):
+def special(kind):
     torch.manual_seed(1)
-    return get_peft_model(hf_models.build("llama", SPREAD), BUFFERS[kind])
+    model = get_peft_model(hf_models.build("llama", SPREAD), SPECIAL[kind])
+    if kind == "lora":  # not active
+        other = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        model.add_adapter("other", other)
+    return model
 
 
-def saves_buffers(rank, folder):
+def saves_special(rank, folder):
     from xla_fsdp.integrations.peft import save_merged
 
-    for kind in BUFFERS:
-        model = hf_models.wrap(with_buffers(kind), "llama")
+    for kind in SPECIAL:
+        model = hf_models.wrap(special(kind), "llama")
         model.save_pretrained(f"{folder}/{kind}")
         model.load_adapter(f"{folder}/{kind}", "default")
         save_merged(model, f"{folder}/{kind}/merged")
 
 
-def test_adapters_with_buffers(run_ranks, tmp_path):
-    run_ranks(saves_buffers, 2, str(tmp_path))
-    for kind in BUFFERS:
-        plain = with_buffers(kind)
+def test_adapters_with_buffers_or_not_active(run_ranks, tmp_path):
+    run_ranks(saves_special, 2, str(tmp_path))
+    for kind in SPECIAL:
+        plain = special(kind)
         plain.save_pretrained(tmp_path / "plain")
         saved, own = (
             load_file(folder / "adapter_model.safetensors")

@@ -200,10 +200,13 @@ def _as_without_adapters(base: nn.Module) -> dict[str, Any]:
         if isinstance(module, BaseTunerLayer):
             tuned[f"{name}."] = f"{name}.base_layer."
         elif isinstance(module, AuxiliaryTrainingWrapper):
-            # Of trainable token indices, or a trained copy of the module.
-            tokens = hasattr(module, "token_adapter")
-            own = f"modules_to_save.{module.active_adapters[0]}"
-            trained[f"{name}."] = f"{name}.{'token_adapter.base_layer' if tokens else own}."
+            if hasattr(module, "token_adapter"):
+                own = "token_adapter.base_layer"
+            elif module.active_adapters:
+                own = f"modules_to_save.{module.active_adapters[0]}"
+            else:  # only adapters that are not active have a copy
+                own = "original_module"
+            trained[f"{name}."] = f"{name}.{own}."
     kept, found = {**trained, **tuned}, {}
     for name, value in base.state_dict().items():
         outside = next((one for one in kept if name.startswith(one)), "")
