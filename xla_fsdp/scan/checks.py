@@ -21,7 +21,7 @@ from .. import xlac
 from ..checkpoint.readable_tensor import same_bits
 from ..consolidate.format.dtypes import is_dense
 from ..names import dotted
-from ..ranks.cpu.mode import HOST_DRAWS, READS, reads_to_host, xla_tensors
+from ..ranks.cpu.mode import DRAWS, HOST_DRAWS, READS, reads_to_host, xla_tensors
 from ..sharding.freeing import fill_, stamps
 from ..sharding.gathering import GatherNode, raise_changed_in_forward
 from ..sharding.mixed_precision import is_float32_hook
@@ -264,12 +264,6 @@ def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
         )
 
 
-_DRAWS = frozenset(
-    """bernoulli cauchy dropout exponential geometric log_normal multinomial normal poisson rand
-    rand_like randint randint_like randn randn_like random randperm uniform""".split()
-)
-
-
 def require_unchanged_structure(unit: ScanUnit) -> None:
     """Raises RuntimeError or ValueError if a parameter or a hook was added or removed."""
     unit.require_shards_installed()
@@ -417,9 +411,8 @@ class _ForbidReads(TorchFunctionMode):
                 remedy = "compute on the device (torch.where instead of if)"
                 raise self._error(f"reads values on the host ({name})", remedy)
         found = func(*args, **kwargs)
-        name = name.rstrip("_")
-        if name in _DRAWS and isinstance(found, torch.Tensor) and found.device.type == "cpu":
-            what = f"draws random numbers on the host ({name})"
+        if func in DRAWS and isinstance(found, torch.Tensor) and found.device.type == "cpu":
+            what = f"draws random numbers on the host ({name.rstrip('_')})"
             remedy = (
                 "draw on the device (torch.rand((), device=x.device)) and choose by torch.where"
             )

@@ -254,7 +254,7 @@ _RANDOM = (
     "_sample_dirichlet _fused_dropout lobpcg pca_lowrank svd_lowrank"
 )
 _RANDOM += " " + " ".join(f"{name}_" for name in _RANDOM.split())
-_DRAWS = _collect({
+DRAWS = _collect({
     torch: _RANDOM,
     torch.Tensor: _RANDOM,
     torch._VF: "lstm gru rnn_tanh rnn_relu",
@@ -264,7 +264,7 @@ _DRAWS = _collect({
        "fractional_max_pool3d_with_indices",
 })  # fmt: skip
 # torch_xla may compute these on the CPU, if a tensor is on an XLA device.
-HOST_DRAWS = _DRAWS - _collect({
+HOST_DRAWS = DRAWS - _collect({
     torch: "dropout bernoulli native_dropout scaled_dot_product_attention rand_like randn_like "
            "gru gru_cell lstm rnn_relu rnn_tanh",
     torch._VF: "gru lstm rnn_relu rnn_tanh",
@@ -284,7 +284,7 @@ _TORCHS_OWN = {
 
 _SPECIAL: dict[Callable, Callable] = {
     **dict.fromkeys(READS, _read_values),
-    **dict.fromkeys(_DRAWS, _draw_random),
+    **dict.fromkeys(DRAWS, _draw_random),
     **dict.fromkeys((*_CONSTANTS, torch.full_like), _make_constant),
     torch.Tensor.backward: _backward,
 }
