@@ -46,16 +46,22 @@ class Pair(NamedTuple):
     same: bool
 
 
+def path_of(folder: str, part: str) -> Path:
+    """The file of a part. Raises ValueError if there is none."""
+    paths = [Path(folder, name) for name in FILES[part]]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        raise ValueError(f"{folder} has no {' or '.join(FILES[part])}")
+    return path
+
+
 def read(folder: str, part: str) -> list[Pair]:
     """Reads the pairs of a part, ``"train"`` or ``"dev"``.
 
     Raises:
         ValueError: the file does not exist, or a line has a wrong format.
     """
-    paths = [Path(folder, name) for name in FILES[part]]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        raise ValueError(f"{folder} has no {' or '.join(FILES[part])}")
+    path = path_of(folder, part)
     pairs = []
     with path.open(encoding="utf-8-sig", newline="") as file:
         # Quotation marks are part of the sentences.

@@ -49,6 +49,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resume_from_checkpoint", help="step_N, or latest (if there is one)")
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()
+    if args.data_dir:
+        try:
+            for part in pairs.FILES:
+                pairs.path_of(args.data_dir, part)
+        except ValueError as error:
+            parser.error(f"--data_dir: {error}")
+    resumed = args.resume_from_checkpoint
+    if resumed not in (None, "latest") and not Path(resumed).is_dir():
+        parser.error(f"--resume_from_checkpoint: there is no folder {resumed}")
     if args.max_length is None:
         args.max_length = 128 if args.model or args.data_dir else 40
     if args.lr is None:

@@ -312,6 +312,8 @@ def test_two_runs_at_once(tmp_path):
         ("m.pth", lambda p: os.mkfifo(p), "not a regular file"),
         ("out", lambda p: p.write_bytes(b""), "is a file, expected a folder"),
         ("no/m.pth", lambda p: None, "does not exist"),
+        ("no/m.pth", lambda p: p.parent.touch(), "no cannot be read: Not a directory"),
+        ("no/there/m.pth", lambda p: p.parent.parent.touch(), "cannot be read: Not a directory"),
         ("..", lambda p: None, "does not name"),
         ("gs://b/m.pth", lambda p: None, "local paths only"),
     ],

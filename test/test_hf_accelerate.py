@@ -512,3 +512,7 @@ def test_a_script_runs_under_a_config_file(tmp_path, run_script):
     done = run_script(run, "--config_file", tmp_path / "fsdp.yaml", tmp_path / "own.py")
     assert done.returncode == 0, done.stderr
     assert "XlaFullyShardedDataParallel 2" in done.stdout
+    (tmp_path / "own.py").write_text("def main():\n    raise SystemExit('--wrong: flag')\n")
+    done = run_script(run, "--config_file", tmp_path / "fsdp.yaml", tmp_path / "own.py")
+    assert done.returncode == 1 and "--wrong: flag\n" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -143,8 +143,14 @@ def test_goes_on_from_the_latest_save_that_came_to_its_end(scripts, tmp_path):
     assert script.checkpoint_of(Namespace(resume_from_checkpoint="step_12")) == "step_12"
 
 
-def test_what_is_no_mrpc_is_refused(scripts, tmp_path):
-    pairs, _ = scripts
+def test_what_is_no_mrpc_is_refused(scripts, tmp_path, monkeypatch, capsys):
+    pairs, script = scripts
+    messages = {"data_dir": "has no train.tsv", "resume_from_checkpoint": "there is no folder"}
+    for flag, message in messages.items():
+        monkeypatch.setattr(sys, "argv", ["train_pairs.py", f"--{flag}={tmp_path}/missing"])
+        with pytest.raises(SystemExit, match="2"):
+            script.arguments()
+        assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="has no train.tsv or msr_paraphrase_train.txt"):
         pairs.read(str(tmp_path), "train")
     pairs.write(str(tmp_path), 30, 6)

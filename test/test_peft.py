@@ -3,7 +3,14 @@
 import hf_models
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)  # fmt: skip
 from safetensors.torch import load_file
 
 SPREAD = 0.1
@@ -55,7 +62,7 @@ def on_ranks(rank, ranks, name, folder, options, more):
 @pytest.mark.parametrize(
     "name,ranks,options,more",
     [
-        ("gpt2", 2, {}, {"modules_to_save": ["ln_f"]}),
+        ("gpt2", 2, {}, {"modules_to_save": ["ln_f"], "trainable_token_indices": {"wte": [3, 5]}}),
         pytest.param("llama", 4, {"flatten_parameters": True}, {}, marks=pytest.mark.slow),
     ],
 )
@@ -91,6 +98,8 @@ def prompts_and_refusals(rank, folder):
     own = model.prompt_encoder.default.embedding.weight.detach().clone()
     model = hf_models.wrap(model, "gpt2")
     model.save_pretrained(f"{folder}/prompts")
+    with pytest.raises(TypeError, match="PROMPT_TUNING change no weights"):
+        save_merged(model, "nowhere")
     model = hf_models.wrap(hf_models.build("gpt2", hf_models.WIDE), "gpt2")
     config = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
     for one in (model, model.module):
@@ -109,3 +118,43 @@ def test_prompts_and_refusals(run_ranks, tmp_path):
     own = run_ranks(prompts_and_refusals, 2, str(tmp_path))[0]
     saved = load_file(tmp_path / "prompts" / "adapter_model.safetensors")
     assert torch.equal(saved["prompt_embeddings"], own)
+
+
+SPECIAL = {
+    "lora": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
+    "vera": VeraConfig(r=2, target_modules=["q_proj"], init_weights=False),  # shared by layers
+    "oft": OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"], init_weights=False),
+}
+
+
+def special(kind):
+    torch.manual_seed(1)
+    model = get_peft_model(hf_models.build("llama", SPREAD), SPECIAL[kind])
+    if kind == "lora":  # not active
+        other = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        model.add_adapter("other", other)
+    return model
+
+
+def saves_special(rank, folder):
+    from xla_fsdp.integrations.peft import save_merged
+
+    for kind in SPECIAL:
+        model = hf_models.wrap(special(kind), "llama")
+        model.save_pretrained(f"{folder}/{kind}")
+        model.load_adapter(f"{folder}/{kind}", "default")
+        save_merged(model, f"{folder}/{kind}/merged")
+
+
+def test_adapters_with_buffers_or_not_active(run_ranks, tmp_path):
+    run_ranks(saves_special, 2, str(tmp_path))
+    for kind in SPECIAL:
+        plain = special(kind)
+        plain.save_pretrained(tmp_path / "plain")
+        saved, own = (
+            load_file(folder / "adapter_model.safetensors")
+            for folder in (tmp_path / kind, tmp_path / "plain")
+        )
+        torch.testing.assert_close(saved, own, rtol=0, atol=0)
+        merged = load_file(tmp_path / kind / "merged" / "model.safetensors")
+        torch.testing.assert_close(merged, {**plain.merge_and_unload().state_dict()})

@@ -387,16 +387,44 @@ def read_in_a_block(wrong):
         def forward(self, x):
             return torch.where(x.sum() > 0, super().forward(x), x)
 
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * grad.max().item()
+
+    bag = nn.EmbeddingBag(4, 4, device="xla").requires_grad_(False)
+
     with wrong():
         xla_fsdp.scan_blocks([Branches(4, 4), Branches(4, 4)])(x())
+    with wrong("backward of Computes calls aten._local_scalar_dense"):
+        xla_fsdp.scan_blocks([Computes(Scaled.apply)])(x()).sum().backward()
+    for hook, does in (
+        (lambda state, bucket: bucket.reduce() * bucket.buffer().norm().item(), "reads values"),
+        (lambda state, bucket: bucket.reduce(bucket.buffer() * torch.rand(()).item()), "draws"),
+        (lambda state, bucket: bucket.reduce(torch.hypot(*[bucket.buffer()] * 2)), "calls aten"),
+    ):
+        blocks = xla_fsdp.scan_blocks([Selects(4, 4)])
+        blocks.register_comm_hook(None, hook)
+        with wrong(f"communication hook of Selects {does}"):
+            blocks(x()).sum().backward()
     with wrong(r"reads values on the host \(_weight_norm\)"):
         block = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
         xla_fsdp.scan_blocks([block])(x())
     orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+    # torch_xla has a kernel for the last ones, which computes on the host.
     for block, operator in (
         (orthogonal, "linalg_matrix_exp"),
         (Computes(lambda y: torch.hypot(y, y)), "hypot"),
         (Computes(lambda y: nn.functional.glu(torch.cat([y, y], -1))), "glu_backward"),
+        (Computes(lambda y: nn.functional.rrelu(y, training=True)), "rrelu_with_noise"),
+        (Computes(lambda y: torch.poisson(y)), "poisson"),
+        (Computes(lambda y: torch.polar(y, y).abs()), "polar"),
+        (Computes(lambda y: bag(y.long().clamp(0, 3))), "_embedding_bag"),
+        (Computes(lambda y: y.masked_scatter(y > 0, y)), "masked_scatter_backward"),
     ):
         with wrong(f"calls aten.{operator}.*, which torch_xla computes"):
             xla_fsdp.scan_blocks([nn.Sequential(block)])(x()).sum().backward()

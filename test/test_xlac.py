@@ -35,6 +35,13 @@ def test_the_installed_release_has_everything(run_script):
     assert result.returncode == 0 and not xlac.missing()
 
 
+@pytest.mark.parametrize("module", ["xlac", "compiler_options"])
+def test_commands_without_arguments_reject_them(run_script, module):
+    run = f"import runpy; runpy.run_module('xla_fsdp.{module}', run_name='__main__')"
+    result = run_script(run, "extra")
+    assert result.returncode == 2 and result.stderr.endswith("unrecognized arguments: extra\n")
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "use"),
     [

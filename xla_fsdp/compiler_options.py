@@ -5,6 +5,7 @@ Without launch: ``export LIBTPU_INIT_ARGS="$(python -m xla_fsdp.compiler_options
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -157,4 +158,8 @@ def __getattr__(name: str) -> object:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="python -m xla_fsdp.compiler_options",
+        description="Prints the LIBTPU_INIT_ARGS that xla_fsdp.launch sets.",
+    ).parse_args()
     sys.exit(main())

@@ -9,6 +9,7 @@ temporarily. Devices are names, such as ``"xla:0"``.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import ctypes
@@ -580,5 +581,9 @@ def _require_names() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="python -m xla_fsdp.xlac",
+        description="Lists the private names of torch_xla that the installed release lacks.",
+    ).parse_args()
     sys.exit(_report())
 _require_names()

@@ -188,8 +188,14 @@ def check_target(path: str, is_folder: bool, inputs: list[str]) -> None:
     if os.path.basename(path) in ("", ".", ".."):
         raise OutputError(f"{path}: does not name a file or folder to write")
     parent = os.path.dirname(path) or "."
-    if not os.path.isdir(parent):
-        raise OutputError(f"{path}: directory {parent} does not exist. Make it first.")
+    try:
+        os.stat(os.path.join(parent, ""))
+    except FileNotFoundError as error:
+        raise OutputError(f"{path}: directory {parent} does not exist. Make it first.") from error
+    except OSError as error:
+        raise OutputError(
+            f"{path}: directory {parent} cannot be read: {error.strerror}. Choose another path."
+        ) from error
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:

@@ -80,13 +80,14 @@ def outermost_wrapper(model: nn.Module) -> tuple[nn.Module, str]:
     return root, next(name for name, module in root.named_modules() if module is model)
 
 
-def owned(model: nn.Module) -> list[tuple[str, ParameterShard]]:
-    """The parameters of ``model`` with their names in it."""
+def owned(model: nn.Module, buffers: bool = False) -> list[tuple[str, Any]]:
+    """The parameters of ``model`` with their names in it, and its persistent buffers."""
     root, path = outermost_wrapper(model)
     prefix = dotted(path, "x")[:-1]
+    found = make_inventory(root)
     return [
         (name[len(prefix) :], shard)
-        for shard in make_inventory(root).parameters
+        for shard in (found.entries() if buffers else found.parameters)
         for name in shard.names
         if name.startswith(prefix)
     ]

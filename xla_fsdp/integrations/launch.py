@@ -30,6 +30,7 @@ from accelerate.utils.constants import (
 )
 
 from ..compiled.cache import platform_of_ranks
+from ..ranks.errors import RankError
 from ..ranks.launch import launch
 from ..wording import to_one_line
 
@@ -99,11 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.argv = [options.script, *options.arguments]
     if on_cpu:
         import_integrations()
-    launch(
-        run_script,
-        (os.path.abspath(options.script), function, options.arguments),
-        num_devices=ranks if on_cpu else None,
-    )
+    try:
+        launch(
+            run_script,
+            (os.path.abspath(options.script), function, options.arguments),
+            num_devices=ranks if on_cpu else None,
+        )
+    except RankError as error:
+        if isinstance(error.__cause__, SystemExit):  # the script has reported the error
+            raise error.__cause__ from None
+        raise
 
 
 def run_script(rank: int, path: str, function: str, arguments: Sequence[str]) -> None:

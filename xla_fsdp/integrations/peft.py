@@ -99,16 +99,25 @@ def _load_adapter(
     found = load_peft_weights(os.fspath(model_id), device="cpu")
     root, path = outermost_wrapper(model)
     wanted = _adapter_names(model)
-    names = {_name_in_file(adapter_name, name): name for name, _ in owned(model) if wanted(name)}
-    unknown = [name for name in found if name not in names]
-    missing = [name for name in names if name not in found and f".{adapter_name}" in names[name]]
+    entries = {
+        _name_in_file(adapter_name, name): (name, entry)
+        for name, entry in owned(model, buffers=True)
+        if wanted(name)
+    }
+    unknown = [name for name in found if name not in entries]
+    given = {entries[name][1] for name in found if name in entries}  # layers may share buffers
+    missing = [
+        name
+        for name, (own, entry) in entries.items()
+        if entry not in given and f".{adapter_name}" in own
+    ]
     if unknown or missing or not found:
         raise ValueError(
             f"{model_id} does not fit adapter {adapter_name!r}: the adapter has no {unknown[:3]}, "
             f"and the folder has no {missing[:3]}. Load a folder that was saved with the same "
             "configuration"
         )
-    state = {dotted(path, names[name]): value for name, value in found.items()}
+    state = {dotted(path, entries[name][0]): value for name, value in found.items()}
     load_full_state_dict(root, state, strict=False)
     return None
 
@@ -140,13 +149,19 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> N
     the host meanwhile.
 
     Raises:
-        TypeError: ``model`` is not a wrapped ``PeftModel``.
+        TypeError: ``model`` is not a wrapped ``PeftModel``, or its adapters change no weights.
     """
     peft_model: Any = getattr(model, "module", model)
     if not isinstance(peft_model, PeftModel) or not is_sharded(model):
         raise TypeError(
             f"model must be a wrapper around a PeftModel, got {type(peft_model).__name__}; "
             "without a wrapper: model.merge_and_unload().save_pretrained(folder)"
+        )
+    if not isinstance(peft_model.base_model, BaseTuner):
+        kinds = ", ".join(config.peft_type.value for config in peft_model.peft_config.values())
+        raise TypeError(
+            f"adapters of type {kinds} change no weights, so they cannot be merged: "
+            "model.save_pretrained(folder) writes them"
         )
     root, _ = outermost_wrapper(peft_model)
     base: Any = peft_model.get_base_model()
@@ -155,13 +170,20 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, **kwargs: Any) -> N
 
     def merge() -> None:
         layers: list[Any] = [m for m in base.modules() if isinstance(m, BaseTunerLayer)]
+        buffers = [(m, dict(m._buffers)) for m in base.modules()]
         try:
+            for module, given in buffers:  # where the summoned parameters are
+                module._buffers.update(
+                    (name, None if b is None else b.cpu()) for name, b in given.items()
+                )
             for layer in layers:
                 layer.merge()
             state.update(_as_without_adapters(base))
         finally:
             for layer in layers:  # the merged weights are summoned, and are discarded with these
                 layer.merged_adapters.clear()
+            for module, given in buffers:
+                module._buffers.update(given)
 
     with summon_full_params(root, writeback=False, rank0_only=True, offload_to_cpu=True):
         exchange.run_on_first_rank("merge the adapters", merge)
@@ -178,8 +200,14 @@ def _as_without_adapters(base: nn.Module) -> dict[str, Any]:
         if isinstance(module, BaseTunerLayer):
             tuned[f"{name}."] = f"{name}.base_layer."
         elif isinstance(module, AuxiliaryTrainingWrapper):
-            trained[f"{name}."] = f"{name}.modules_to_save.{module.active_adapters[0]}."
-    kept, found = {**tuned, **trained}, {}
+            if hasattr(module, "token_adapter"):
+                own = "token_adapter.base_layer"
+            elif module.active_adapters:
+                own = f"modules_to_save.{module.active_adapters[0]}"
+            else:  # only adapters that are not active have a copy
+                own = "original_module"
+            trained[f"{name}."] = f"{name}.{own}."
+    kept, found = {**trained, **tuned}, {}
     for name, value in base.state_dict().items():
         outside = next((one for one in kept if name.startswith(one)), "")
         inside = kept.get(outside, "")
@@ -191,9 +219,11 @@ def _as_without_adapters(base: nn.Module) -> dict[str, Any]:
 def _adapter_names(model: Any) -> Callable[[str], bool]:
     """Selects the parameters that may be saved with adapters: their own, other trainable ones, and
     embeddings, which peft saves if they were changed."""
-    names, bases, others = [], [], set()
+    names, bases, tuners, others = [], [], [], set()
     for name, module in model.named_modules():
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        if isinstance(module, BaseTuner):
+            tuners.append((f"{name}.", f"{name}.model."))
+        elif isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             names.append(f"{name}.")
             if isinstance(module, BaseTunerLayer):
                 bases.append(f"{name}.base_layer.")
@@ -204,6 +234,8 @@ def _adapter_names(model: Any) -> Callable[[str], bool]:
     def wanted(name: str) -> bool:
         if name in others:
             return True
+        if any(name.startswith(own) and not name.startswith(model) for own, model in tuners):
+            return True  # shared by all layers
         return name.startswith(tuple(names)) and not name.startswith(tuple(bases))
 
     return wanted

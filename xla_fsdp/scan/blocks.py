@@ -383,12 +383,16 @@ class _Run:
             for stack, buffer in zip(self.unit.buffers, after, strict=True):
                 checks.require_no_graph(self.unit.module, stack.name, buffer)
             given = checks.inputs_of([*leaves, carry[0]])
-            with checks.ForbidFallbacks(self.unit.module, given):
+            with checks.forbid_host_values(self.unit.module, given, "backward"):
                 found = iter(torch.autograd.grad(y, leaves, carry[0], allow_unused=True))
             of_x = next(found)
             sums = [_sum(total, next(found)) for total in carry[1:]]
             of_full = [next(found) if needs else None for needs in needed[1]]
-            with hook_tensors or contextlib.nullcontext():
+            with contextlib.ExitStack() as inside:
+                if hook_tensors:
+                    inside.enter_context(hook_tensors)
+                    forbid = checks.forbid_host_values
+                    inside.enter_context(forbid(self.unit.module, given, "communication hook"))
                 shares = self.unit.reduce_block(shards, of_full)
             reduced.extend(shares)
             of_x = _sum(torch.zeros_like(x), of_x)
@@ -458,8 +462,7 @@ class _Run:
             # The backward recomputes the entire block anyway.
             stack.enter_context(without_checkpoints())
             given = checks.inputs_of([x, *full, *buffers, *constants])
-            stack.enter_context(checks.ForbidHostValues(self.unit.module, given))
-            stack.enter_context(checks.ForbidFallbacks(self.unit.module, given))
+            stack.enter_context(checks.forbid_host_values(self.unit.module, given))
             stack.enter_context(checks.forbid_lost_changes(self.unit, full, given, (args, kwargs)))
             y = self.unit.module(x, *args, **kwargs)
             after = [buffer.value for buffer in self.unit.buffers]

@@ -8,8 +8,8 @@ import gc
 import operator
 import types
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from .. import xlac
 from ..checkpoint.readable_tensor import same_bits
 from ..consolidate.format.dtypes import is_dense
 from ..names import dotted
-from ..ranks.cpu.mode import READS, reads_to_host, xla_tensors
+from ..ranks.cpu.mode import DRAWS, HOST_DRAWS, READS, reads_to_host, xla_tensors
 from ..sharding.freeing import fill_, stamps
 from ..sharding.gathering import GatherNode, raise_changed_in_forward
 from ..sharding.mixed_precision import is_float32_hook
@@ -240,9 +240,9 @@ def _shown(value: Any) -> str:
     return repr(value)
 
 
-def _forward_error(block: nn.Module, does: str, remedy: str) -> ValueError:
+def _forward_error(block: nn.Module, does: str, remedy: str, what: str = "forward") -> ValueError:
     return ValueError(
-        f"the forward of {type(block).__name__} {does}, but scanned blocks are traced once for "
+        f"the {what} of {type(block).__name__} {does}, but scanned blocks are traced once for "
         f"all: {remedy}, or wrap each block separately"
     )
 
@@ -256,12 +256,6 @@ def require_like(y: Any, x: torch.Tensor, block: nn.Module) -> None:
             f"returned {found} for an input of {tuple(x.shape)}, {x.dtype}. Make its forward "
             "return the tensor that the next block takes"
         )
-
-
-_DRAWS = frozenset(
-    """bernoulli cauchy dropout exponential geometric log_normal multinomial normal poisson rand
-    rand_like randint randint_like randn randn_like random randperm uniform""".split()
-)
 
 
 def require_unchanged_structure(unit: ScanUnit) -> None:
@@ -380,78 +374,116 @@ def require_no_graph(block: nn.Module, name: str, buffer: torch.Tensor) -> None:
         raise _forward_error(block, what, "call detach() on it, add its effect to the result")
 
 
-class ForbidHostValues(TorchFunctionMode):
-    """Around the call of ``block``: raises ValueError if the host draws random numbers, or reads a
-    value computed from ``given``.
+@contextlib.contextmanager
+def forbid_host_values(block: nn.Module, given: set[int], what: str = "forward") -> Iterator[None]:
+    """Around the ``what`` of ``block``: raises ValueError if the host draws random numbers, or
+    computes with a value computed from ``given``.
 
     ``given``: ids of device values that exist only in the loop. torch_xla would end the process.
     """
+    error = functools.partial(_forward_error, block, what=what)
+    with _ForbidReads(given, error), _ForbidFallbacks(given, error):
+        yield
 
-    def __init__(self, block: nn.Module, given: set[int]) -> None:
+
+class _ForbidReads(TorchFunctionMode):
+    def __init__(self, given: set[int], error: Callable[[str, str], ValueError]) -> None:
         super().__init__()
-        self._block, self._given = block, given
+        self._given, self._error = given, error
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if func in READS and reads_to_host(func, args, kwargs):
+        draws = func in HOST_DRAWS
+        if draws or func in READS and reads_to_host(func, args, kwargs):
             if inputs_of(xla_tensors((args, kwargs))) & self._given:
+                if draws:  # CPU ranks would first compute the arguments
+                    with torch._C.DisableTorchFunction():
+                        return func(*args, **kwargs)
                 remedy = "compute on the device (torch.where instead of if)"
-                raise _forward_error(self._block, f"reads values on the host ({name})", remedy)
+                raise self._error(f"reads values on the host ({name})", remedy)
         found = func(*args, **kwargs)
-        name = name.rstrip("_")
-        if name in _DRAWS and isinstance(found, torch.Tensor) and found.device.type == "cpu":
-            what = f"draws random numbers on the host ({name})"
+        if func in DRAWS and isinstance(found, torch.Tensor) and found.device.type == "cpu":
+            what = f"draws random numbers on the host ({name.rstrip('_')})"
             remedy = (
                 "draw on the device (torch.rand((), device=x.device)) and choose by torch.where"
             )
-            raise _forward_error(self._block, what, remedy)
+            raise self._error(what, remedy)
         return found
 
 
-class ForbidFallbacks(TorchDispatchMode):
-    """Around the call of ``block``: raises ValueError if torch_xla has no kernel for an operator
-    on values computed from ``given``, so that it would read them on the host."""
+class _ForbidFallbacks(TorchDispatchMode):
+    """For operators that torch_xla computes on the host."""
 
-    def __init__(self, block: nn.Module, given: set[int]) -> None:
+    def __init__(self, given: set[int], error: Callable[[str, str], ValueError]) -> None:
         super().__init__()
-        self._block, self._given = block, given
+        self._given, self._error = given, error
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not _has_kernel(func) and inputs_of(xla_tensors((args, kwargs))) & self._given:
-            does = f"calls {func}, which torch_xla computes on the host"
-            raise _forward_error(self._block, does, "compute with other operators")
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func.namespace != "xla":  # its collectives have an order
+            described = _describe_argument((args, tuple(kwargs.items())))
+            # Random operators count draws, so that every trace must try them.
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            reads = (_reads.__wrapped__ if draws else _reads)(func, described)
+            if reads and inputs_of(xla_tensors((args, kwargs))) & self._given:
+                does = f"calls {func}, which torch_xla computes on the host"
+                raise self._error(does, "compute with other operators")
+        return func(*args, **kwargs)
+
+
+class _Described(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self, has_value: bool) -> torch.Tensor:
+        """Such a tensor: zeros, or one for which XLA raises when it computes it."""
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        if has_value or self.device.type != "xla":
+            return zeros
+        # No version of calls is 0.
+        (number,) = xlac.custom_call([zeros], "no_value", [[]], [torch.bool], False, "", 0, {})
+        # Some operators end the process for the result of a call itself.
+        return torch.where(number, zeros, torch.ones_like(zeros))
+
+
+def _describe_argument(value: Any) -> Any:
+    """``value`` without the values of tensors, hashable. 1, 1.0 and True differ."""
+    if isinstance(value, torch.Tensor):
+        return _Described(value.shape, value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_describe_argument, value))
+    return type(value), value
+
+
+def _argument(described: Any, has_values: bool) -> Any:
+    if isinstance(described, _Described):
+        return described.tensor(has_values)
+    if described and isinstance(described[0], type):
+        return described[1]
+    return tuple(_argument(one, has_values) for one in described)
 
 
 @functools.cache
-def _has_kernel(func: Any) -> bool:
-    """Whether torch_xla has a kernel for ``func``, or for its form that is not in place or returns
-    a copy, or torch computes it with other operators."""
-    base, dot, overload = func.name().partition(".")
-    out = f"{overload}_out" if overload else "out"
-    return (
-        _registered(f"{base}{dot}{overload}", "XLA", *_COMPOSITE)
-        or _registered(f"{base}_copy{dot}{overload}", "XLA", *_COMPOSITE)
-        or _registered(f"{base.rstrip('_')}{dot}{overload}", "XLA")
-        # Computes the kernel of its form with `out`.
-        or (
-            _registered(f"{base}{dot}{overload}", "CompositeExplicitAutogradNonFunctional")
-            and (_registered(f"{base}.out", "XLA") or _registered(f"{base}.{out}", "XLA"))
-        )
-    )
+def _reads(func: Any, described: Any) -> bool:
+    """Whether ``func`` computes values of such arguments, and does not only trace."""
+    error = _raised(func, described, has_values=False)
+    return error is not None and error is not _raised(func, described, has_values=True)
 
 
-def _registered(name: str, *keys: str) -> bool:
-    found = torch._C._dispatch_has_kernel_for_dispatch_key
-    return torch._C._dispatch_has_kernel(name) and any(found(name, key) for key in keys)
-
-
-_COMPOSITE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+def _raised(func: Any, described: Any, has_values: bool) -> type | None:
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        args, kwargs = _argument(described, has_values)
+        try:
+            func(*args, **dict(kwargs))
+        except Exception as error:
+            return type(error)
+    return None
 
 
 class HookTensors(TorchFunctionMode):

@@ -100,7 +100,7 @@ def _read_values(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> A
 def _draw_random(mode: RankMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     value = args[0] if args else None
     if isinstance(value, torch.Tensor) and value.is_xla:  # type: ignore[attr-defined]  # not in torch's stubs
-        if func in _LOWERED:
+        if func not in HOST_DRAWS:
             return func(*args, **kwargs)
         # Runs on the CPU: no collective may run while the generator is locked.
         mode.session.before_read(mode.context, _name_of_read(func), xla_tensors((args, kwargs)))
@@ -254,7 +254,7 @@ _RANDOM = (
     "_sample_dirichlet _fused_dropout lobpcg pca_lowrank svd_lowrank"
 )
 _RANDOM += " " + " ".join(f"{name}_" for name in _RANDOM.split())
-_DRAWS = _collect({
+DRAWS = _collect({
     torch: _RANDOM,
     torch.Tensor: _RANDOM,
     torch._VF: "lstm gru rnn_tanh rnn_relu",
@@ -263,7 +263,8 @@ _DRAWS = _collect({
        "fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices "
        "fractional_max_pool3d_with_indices",
 })  # fmt: skip
-_LOWERED = _collect({
+# torch_xla may compute these on the CPU, if a tensor is on an XLA device.
+HOST_DRAWS = DRAWS - _collect({
     torch: "dropout bernoulli native_dropout scaled_dot_product_attention rand_like randn_like "
            "gru gru_cell lstm rnn_relu rnn_tanh",
     torch._VF: "gru lstm rnn_relu rnn_tanh",
@@ -283,7 +284,7 @@ _TORCHS_OWN = {
 
 _SPECIAL: dict[Callable, Callable] = {
     **dict.fromkeys(READS, _read_values),
-    **dict.fromkeys(_DRAWS, _draw_random),
+    **dict.fromkeys(DRAWS, _draw_random),
     **dict.fromkeys((*_CONSTANTS, torch.full_like), _make_constant),
     torch.Tensor.backward: _backward,
 }
