@@ -1,20 +1,16 @@
 """Communication hooks: each way to reduce equals plain torch that does the same unsharded."""
 
-import collections
 from typing import Any
 
 import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, only_full, raises, slow, without_ranks
-from planned import training_step
+from on_ranks import finish_step, on_each_rank, only_full, raises, slow
 from small_models import full, hybrid, trace_as_on_tpu, wrapped
 from torch import nn
 
-from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import checkpoint_module, comm_hooks, plan
-from xla_fsdp.comm_hooks import bf16_compress_hook
+from xla_fsdp import checkpoint_module, comm_hooks
 
 WIDTH, STEPS, RATE = 16, 3, 0.1
 
@@ -185,44 +181,3 @@ def test_what_is_no_hook_is_refused(rank):
         raises(ImportError, f"{name} was removed, .*bf16_compress_hook", getattr, comm_hooks, name)
     assert not hasattr(comm_hooks, "some_hook")
     backward(None, ours)  # the remedy
-
-
-V5E = "v5e:2x4"
-WIDE = 512
-MATRIX = WIDE * WIDE * 4
-
-
-def _sent(hook, over="all", **options):
-    def hooked():
-        model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU(), nn.Linear(WIDE, WIDE))
-        model = FSDP(model, **options)
-        if hook is not None:
-            model.register_comm_hook(None, hook, over)
-        return model
-
-    report = plan(training_step(hooked, 64, WIDE), V5E, cache=False, progress=False, ranks=[0])
-    found = collections.Counter()
-    for one in report.schedule.collectives:
-        kind = one.asked or one.kind
-        if kind != "all-gather":
-            found[kind, one.dtype, one.group_size] += one.wire_bytes * one.times
-    return found
-
-
-@pytest.mark.slow
-@without_ranks
-def test_bytes_of_hooks():
-    def near(value):  # the compiler pads small ones
-        return pytest.approx(value, rel=0.01)
-
-    sent = _sent(None)
-    assert sent == {("reduce-scatter", "f32", 8): near(2 * MATRIX * 7 // 8)}, sent
-    uncompressed = sent["reduce-scatter", "f32", 8]
-
-    sent = _sent(bf16_compress_hook)
-    assert sent == {("reduce-scatter", "bf16", 8): uncompressed // 2}, sent
-
-    sent = _sent(bf16_compress_hook, "replicas", device_mesh=[[0, 1, 2, 3], [4, 5, 6, 7]])
-    shards = 2 * MATRIX // 4
-    assert sent["reduce-scatter", "f32", 4] == near(2 * MATRIX * 3 // 4), sent
-    assert sent["all-reduce", "bf16", 2] == near(shards // 2), sent

@@ -89,16 +89,6 @@ def test_every_tensor_with_elements_travels_once(size, dtype, backward):
         )
 
 
-def test_a_backward_gathers_the_last_tensors_first():
-    specs, ranks = block(8), world(8)
-    forward, backward = (
-        [one.name for one in plan_gathers(specs, FSDPOptions(), ranks, backward=backward)]
-        for backward in (False, True)
-    )
-    assert forward == ["small_parameters", "qkv", "out", "up", "down"]
-    assert backward == ["small_parameters", "down", "up", "out", "qkv"]
-
-
 @pytest.mark.parametrize("prefetch,limit", list(itertools.product([True, False], repeat=2)))
 def test_prefetch_is_a_statement_of_order(prefetch, limit):
     options = FSDPOptions(
@@ -128,15 +118,6 @@ def test_small_tensors_of_16_bits_travel_with_wide_ones():
     assert {one.dtype for one in rest} == {bf16}
 
 
-def test_a_second_copy_is_gathered_among_fewer_ranks():
-    specs, ranks, few = block(16), world(16), world(4, 4)
-    whole = plan_gathers(specs, FSDPOptions(), ranks, backward=True)
-    again = plan_gathers(specs, FSDPOptions(), ranks, backward=True, stored_among=few)
-    for one, two in zip(whole, again, strict=True):
-        assert one.tensors == two.tensors and one.bytes == two.bytes and two.ranks == 4
-        assert two.route.stages == (few.groups,)
-
-
 @pytest.mark.parametrize(
     "size,replicas,divisors,scale,after",
     [
@@ -155,13 +136,6 @@ def test_reductions_divide_where_it_is_exact(size, replicas, divisors, scale, af
     for one in plan:
         assert (one.scale, one.divide_after) == (scale, after)
         assert one.divide_before == divisors.before and one.replica_groups == ranks.replica_groups
-
-
-def test_float16_gradients_are_divided_on_both_sides():
-    for ranks in (1, 2, 64, 96, 4096):
-        split = Divisors.of(world(ranks), True)
-        assert split.product == ranks and split.before**2 >= ranks
-        assert split.after <= split.before
 
 
 def test_routes_are_those_of_the_slice():
