@@ -244,19 +244,6 @@ def check(run_ranks, cells: list[Cell]) -> None:
             assert_like_plain(cell, ranks)
 
 
-def test_the_cells_cover_every_pair_that_is_possible():
-    covered = set().union(*map(shown_by, COVERING))
-    axes = [FORMS, FREEING, CUTS]
-    pairs = itertools.combinations(axes, 2)
-    possible = {pair for a, b in pairs for pair in itertools.product(a, b)}
-    possible |= set(itertools.product(itertools.chain(*axes), (*USES, "plain")))
-    possible |= set(itertools.combinations(USES, 2))
-    assert covered == possible - NOT_TOGETHER.keys()
-    exact = set().union(*(cell for cell in SINGLY if "bf16" not in cell))
-    assert exact == {*FORMS, *FREEING, *CUTS, *USES, "plain"} - {"bf16"}
-    assert len(COVERING) < len(LEGAL) / 20
-
-
 def test_every_setting_trains_like_plain_torch(run_ranks):
     check(run_ranks, SINGLY)
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.rnn import GRU  # torch_xla replaces nn.GRU by one that needs a device
 
 from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
+from xla_fsdp.layers import einsum, linear_cross_entropy
 
 # Larger than any activation in these tests, so size alone tells a parameter from an activation.
 ROWS, COLUMNS = 48, 40
@@ -79,8 +80,6 @@ def linear_and_view(x, w):
 
 WEIGHTED = {
     "linear": lambda x, w: F.linear(x, w),
-    "matmul": lambda x, w: x @ w.t(),
-    "bmm": lambda x, w: torch.bmm(x[None], w.t()[None]),
     "einsum": lambda x, w: torch.einsum("bk,nk->bn", x, w),
     "chunks": lambda x, w: torch.cat([F.linear(x, c) for c in w.chunk(3)], -1),
     "unbind": lambda x, w: torch.stack([(x * row).sum(-1) for row in w[:3].unbind()]),
@@ -92,8 +91,11 @@ WEIGHTED = {
     * 0.1,
     "custom function": lambda x, w: Scale.apply(x, w),
     "norm": lambda x, w: F.layer_norm(x, (COLUMNS,), w[0], w[1]),
+    "einsum of layers": lambda x, w: einsum("bk,hdk->bhd", x, w.view(6, 8, -1)).flatten(1),
+    "loss of layers": lambda x, w: linear_cross_entropy(
+        x, w, torch.arange(6, device=x.device), reduction="none", chunk=16
+    ),
     "queries": lambda x, w: F.scaled_dot_product_attention(w[None, :6], x[None], x[None])[0],
-    "twice": lambda x, w: F.linear(x, w) * (x @ w.t()),
 }
 MODELS = {name: (weighted, compute) for name, compute in WEIGHTED.items()} | {
     "attention": (
