@@ -1,50 +1,31 @@
 """What loops of scanned blocks carry: parts of parameters, hooks, and inputs stored on the host."""
 
+import functools
+
 import pytest
 import test_comm_hooks
 import torch
 import torch_xla
 from on_ranks import finish_step, on_each_rank, raises, without_ranks
 from planned import training_step
-from small_models import Computes, hybrid, trace_as_on_tpu
+from small_models import Block, Computes, hybrid, trace_as_on_tpu
 from test_comm_hooks import RATE, STEPS, assert_close, train
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module, comm_hooks, full_state_dict, plan, scan_blocks
 
-WIDTH, DEPTH = 12, 3
+DEPTH = 3
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 16)
-        self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.down = nn.Linear(16, WIDTH)
-
-    def forward(self, x, scale):
-        return x + scale * self.down(torch.tanh(self.frozen(self.up(self.norm(x)))))
+def build(around=lambda blocks: nn.Sequential(*blocks)):
+    torch.manual_seed(4)
+    first, blocks = nn.Linear(5, 12), around([Block() for _ in range(DEPTH)])
+    return Computes(lambda self, x: self.blocks(self.first(x)), first=first, blocks=blocks)
 
 
-class Model(nn.Module):
-    def __init__(self, scanned=False, **options):
-        super().__init__()
-        torch.manual_seed(4)
-        self.first = nn.Linear(5, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.scale = nn.Parameter(torch.ones(()))
-        if scanned:
-            self.blocks = scan_blocks(list(self.blocks), **options)
-
-    def forward(self, x):
-        x = self.first(x)
-        if not isinstance(self.blocks, nn.ModuleList):
-            return self.blocks(x, self.scale)
-        for block in self.blocks:
-            x = block(x, self.scale)
-        return x
+def scanned(**options):
+    return build(functools.partial(scan_blocks, **options))
 
 
 def batch(rank, step):
@@ -52,7 +33,7 @@ def batch(rank, step):
 
 
 def unsharded(ranks, mean):
-    return test_comm_hooks.unsharded(ranks, mean, Model, batch)
+    return test_comm_hooks.unsharded(ranks, mean, build, batch)
 
 
 def exact(step, name, gradients):
@@ -60,7 +41,7 @@ def exact(step, name, gradients):
 
 
 def sharded(rank, hook=None, state=None, over="all", **options):
-    model = FSDP(Model(True, **options), **options)
+    model = FSDP(scanned(**options), **options)
     if hook is not None:
         model.register_comm_hook(state, hook, over)
     train(rank, model, batch)
@@ -90,9 +71,9 @@ def test_hooks_reduce_in_the_loop(rank):
         return exact(step, name, [gradient.clamp(-0.02, 0.02) for gradient in gradients])
 
     assert_close(sharded(rank, clipped, 0.02), unsharded(2, mean))
-    scanned = [names for names in seen if any(name.startswith("blocks.") for name in names)]
-    assert any("blocks.up.weight" in names for names in scanned)
-    assert len(set(scanned)) * STEPS == len(scanned)  # once a backward
+    in_loop = [names for names in seen if any(name.startswith("blocks.") for name in names)]
+    assert any("blocks.up.weight" in names for names in in_loop)
+    assert len(set(in_loop)) * STEPS == len(in_loop)  # once a backward
 
 
 @pytest.mark.slow
@@ -105,7 +86,7 @@ def test_hooks_reduce_over_replicas(rank):
 @on_each_rank(1)
 def test_a_hook_that_stores_gradients_of_the_loop_raises(rank):
     def backward(hook, state):
-        model = FSDP(Model(True))
+        model = FSDP(scanned())
         model.blocks.register_comm_hook(state, hook)
         model(batch(0, 0).to("xla")).square().mean().backward()
 
@@ -147,11 +128,12 @@ def test_the_loops_on_the_tpu_compiler():
     assert sent == {("forward", 8): matrix * 7 // 8, ("backward", 2): matrix // 2}, sent
 
 
-def trained(rank, scanned, offload, prefetch=False):
-    model = Model(scanned, **({"offload": offload, "prefetch": prefetch} if scanned else {}))
-    if not scanned:
-        blocks = (checkpoint_module(block, offload=offload) for block in model.blocks)
-        model.blocks = nn.ModuleList(map(FSDP, blocks))
+def trained(rank, in_loop, offload, prefetch=False):
+    def checkpointed(blocks):
+        blocks = (checkpoint_module(block, offload=offload) for block in blocks)
+        return nn.Sequential(*map(FSDP, blocks))
+
+    model = scanned(offload=offload, prefetch=prefetch) if in_loop else build(checkpointed)
     model = FSDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -168,11 +150,11 @@ def trained(rank, scanned, offload, prefetch=False):
 def test_values_are_those_without(rank, on_tpu):
     trace_as_on_tpu(on_tpu)
     expected = unsharded(2, exact)
-    for scanned in (True, False):
-        found = trained(rank, scanned, True)
+    for in_loop in (True, False):
+        found = trained(rank, in_loop, True)
         assert_close(found, expected)
         if not on_tpu:  # the same program
-            torch.testing.assert_close(found, trained(rank, scanned, False), rtol=0, atol=0)
+            torch.testing.assert_close(found, trained(rank, in_loop, False), rtol=0, atol=0)
     assert_close(trained(rank, True, True, prefetch=True), expected)
 
 
@@ -184,7 +166,7 @@ def test_what_is_offloaded_and_what_is_refused(rank):
 
     class Masked(Block):
         def forward(self, x, mask, *, odd=None):
-            return super().forward(x * mask, 1.0) + (0 if odd is None else odd.sum())
+            return super().forward(x * mask) + (0 if odd is None else odd.sum())
 
     torch.manual_seed(0)
     block = Masked().to("xla")
@@ -202,7 +184,7 @@ def test_what_is_offloaded_and_what_is_refused(rank):
     with torch.no_grad():
         block(x, mask)
     single = scan_blocks([Block()], offload=True)
-    single(x, 1.0).sum().backward()
+    single(x).sum().backward()
     torch_xla.sync()
     assert all(p.grad is not None for p in single.parameters() if p.requires_grad)
     for wrong in (lambda: checkpoint_module(block, offload=1), lambda: scan_blocks([], offload=1)):
