@@ -3,91 +3,20 @@
 import collections
 import contextlib
 import copy
-import functools
-from typing import Any
 
 import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, raises, slow, without_ranks
+from on_ranks import on_each_rank, raises, without_ranks
 from small_models import (
     full,
-    here,
-    inputs_of_all,
-    mlp,
-    trace_as_on_tpu,
     wrapped,
 )
 from torch import nn
 
-from xla_fsdp import CPUOffload, fully_shard, plan
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-
-CLIP, STEPS = 0.3, 2
-NARROW = torch.bfloat16
-
-
-def fit(model, pattern, batch, clip, sync_between=False):
-    """Norms before clipping; ``pattern``: ``h`` for each backward inside no_sync, ``r`` outside."""
-    norms = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)  # no state: one program
-    for step in range(STEPS):
-        for number, way in enumerate(pattern):
-            with model.no_sync() if way == "h" else contextlib.nullcontext():
-                (model(batch(10 * step + number)).float().square().mean() / len(pattern)).backward()
-            if sync_between:
-                torch_xla.sync()
-        norms.append(clip(CLIP))
-        finish_step(optimizer)
-    return [norm.item() for norm in norms]
-
-
-def expected(batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Norms, and weights, of plain training on all ranks' batches."""
-    model = mlp()
-
-    def clip(norm):
-        return nn.utils.clip_grad_norm_(model.parameters(), norm)
-
-    norms = fit(model, "r" * batches, inputs_of_all, clip)
-    return norms, {name: value.detach() for name, value in model.named_parameters()}
-
-
-def accumulated(rank: int, pattern: str, options: dict[str, Any], sync_between: bool):
-    model = wrapped(mlp(), "1", **options)
-    norms = fit(model, pattern, functools.partial(here, rank), model.clip_grad_norm_, sync_between)
-    return norms, full(model, dict(model.named_parameters()))
-
-
-def cases(rank, on_tpu, all_options):
-    trace_as_on_tpu(on_tpu)
-    reference = expected(4)
-    for options, patterns in all_options:
-        tolerance = 0.02 if "compute_dtype" in options else 1e-4
-        for number, pattern in enumerate(patterns):
-            norms, weights = accumulated(rank, pattern, options, bool(number % 2))
-            torch.testing.assert_close(norms, reference[0], rtol=tolerance, atol=tolerance)
-            for name, value in reference[1].items():
-                error = (weights[name] - value).norm() / value.norm()
-                assert error < tolerance, (name, error, options, pattern)
-
-
-WIDE = {"compute_dtype": NARROW, "fp32_reduce_scatter": True}
-ALL = ["rrrr", "hhhr", "hrhr", "rhhr"]
-
-
-@pytest.mark.parametrize(
-    "ranks,on_tpu,options",
-    [
-        (2, False, [({}, ALL), ({"compute_dtype": NARROW}, ["hrhr"])]),
-        (2, True, [({"flatten_parameters": True}, ["hrhr"]), (WIDE, ["rhhr"])]),
-        slow(2, False, [({"cpu_offload": CPUOffload(stream=True)}, ALL[:3])]),
-    ],
-)
-def test_any_mixture_equals_plain_training(run_ranks, ranks, on_tpu, options):
-    run_ranks(cases, ranks, on_tpu, options)
-
+from xla_fsdp import fully_shard, plan
 
 WIDTH, DEPTH = 512, 3
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
 import torch_xla.runtime as xr
 from covering import covering, pairs_of
 from on_ranks import finish_step, on_each_rank, raises
@@ -88,7 +89,7 @@ def build(uses: Iterable[str]) -> Language:
 def batches(uses: Iterable[str]) -> list[tuple[torch.Tensor, ...]]:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(WORDS, (STEPS, GLOBAL_BATCH, 3), generator=generator)
-    return [step.chunk(2 if "no_sync" in uses else 1) for step in tokens]
+    return [step.chunk(4 if "no_sync" in uses else 1) for step in tokens]
 
 
 def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -176,10 +177,12 @@ def train(rank: int, cell: Cell) -> dict[str, Any]:
         total = torch.zeros((), device="xla")
         for number, part in enumerate(step):
             mine = part.chunk(xr.world_size())[rank].to("xla")
-            with syncing(model, number == len(step) - 1):
+            with syncing(model, number in (0, len(step) - 1)):
                 loss = loss_of(model(mine), mine) / len(step)
                 loss.backward()
             total += loss.detach()
+            if number == 1:  # stored gradients go from one program to another
+                torch_xla.sync()
         assert all((p.grad is None) is not p.requires_grad for p in parameters)
         gradients.append([p.grad.clone() if p.requires_grad else None for p in parameters])
         norm = model.clip_grad_norm_(CLIP)

@@ -812,7 +812,8 @@ def test_hooks_on_what_several_units_reduce_at_the_end(rank):
 
     plain = build()
     train(plain, inputs_of_all())
-    for wrap in (FSDP, fully_shard, functools.partial(FSDP, cpu_offload=CPUOffload())):
+    hosts = (functools.partial(FSDP, cpu_offload=CPUOffload(stream=how)) for how in (False, True))
+    for wrap in (FSDP, fully_shard, *hosts):
         model = build(wrap)
         train(model, here(rank))
         assert_same_gradients(model, plain)
