@@ -80,38 +80,15 @@ def test_policies_choose_submodules():
     model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "l": layers})
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=70)
     assert wrapped_names(model, policy) == ["l.0", "l.1"]
-
-
-def with_holders():
-    torch.manual_seed(0)
-    scale, shift, extra = (nn.Parameter(torch.ones(6)) for _ in range(3))
-    holder = nn.Module()
-    holder.extra = extra
-
-    def compute(self, x):
-        x = self.layers["linear"](x) * self.scales["a"]
-        return x + self.shifts[0] + self.holder.extra
-
-    children = {
-        "scales": nn.ParameterDict({"a": scale}),
-        "shifts": nn.ParameterList([shift]),
-        "layers": nn.ModuleDict({"linear": nn.Linear(6, 6)}),
-    }
-    return nn.Sequential(Computes(compute, **children, holder=holder), nn.Linear(6, 6))
-
-
-@on_each_rank(2)
-def test_policies_choose_what_has_a_forward(rank):
-    assert wrapped_names(with_holders(), always_wrap_policy) == ["0", "0.layers.linear", "1"]
-    want = with_holders()(torch.ones(2, 6)).sum().item()
-    for policy in (
-        always_wrap_policy,
-        functools.partial(size_based_auto_wrap_policy, min_num_params=6),
-        lambda module, recurse, unwrapped_params: True,
-    ):
-        model = FSDP(with_holders(), auto_wrap_policy=policy)
-        assert model(torch.ones(2, 6).to("xla")).sum().item() == pytest.approx(want, rel=1e-5)
-        assert isinstance(model.module[0], FSDP) and isinstance(model.module[1], FSDP)
+    # Only what has a forward.
+    parameter = nn.Parameter(torch.ones(6))
+    holders = {"scales": nn.ParameterDict({"a": parameter}), "holder": nn.Module()}
+    holders |= {"shifts": nn.ParameterList([parameter]), "layers": nn.ModuleDict({"a": mlp()})}
+    model = nn.Sequential(Computes(lambda self, x: x, **holders))
+    everything = lambda module, recurse, unwrapped_params: True  # noqa: E731
+    for policy in (always_wrap_policy, everything):
+        names = wrapped_names(copy.deepcopy(model), policy)
+        assert [name for name in names if "layers.a." not in name] == ["0", "0.layers.a"]
 
 
 def test_overrides_and_shared_modules():

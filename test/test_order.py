@@ -31,14 +31,8 @@ from xla_fsdp.sharding.shard_reductions import UnreducedGradient
 from xla_fsdp.tpu.topology import resolve
 
 PREFETCH = [
-    {"forward_prefetch": forward, "backward_prefetch": backward, "limit_all_gathers": limit}
-    for forward, backward, limit in (
-        (True, BackwardPrefetch.BACKWARD_PRE, True),
-        (False, BackwardPrefetch.BACKWARD_POST, True),
-        (True, None, True),
-        (False, None, False),
-        (True, BackwardPrefetch.BACKWARD_PRE, False),
-    )
+    {"forward_prefetch": False, "backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    {"backward_prefetch": None, "limit_all_gathers": False},
 ]
 
 

@@ -716,10 +716,8 @@ def moves_and_fails(self, x):
 VECTORS, SIGNALS = torch.ones(2, 4), torch.ones(2, 3, 8)
 ON_THE_CPU = {
     "conv1d": (lambda: nn.Conv1d(3, 4, 3), [SIGNALS]),
-    "conv2d": (lambda: nn.Conv2d(3, 4, 3), [torch.ones(2, 3, 8, 8)]),
     "linear": (lambda: nn.Linear(4, 4), [VECTORS]),
     "embedding": (lambda: nn.Embedding(4, 4), [torch.tensor([1, 2])]),
-    "norm": (lambda: nn.BatchNorm1d(4), [VECTORS]),
     "lstm": (lambda: nn.LSTM(4, 4), [torch.ones(2, 2, 4)]),
     "attention": (lambda: nn.MultiheadAttention(4, 2), [VECTORS] * 3),
     "checkpointed": (lambda: xla_fsdp.checkpoint_module(nn.Conv1d(3, 4, 3)), [SIGNALS]),
@@ -757,9 +755,6 @@ def test_inputs_on_the_cpu(rank):
 CONVOLUTIONS = {
     "one pixel": (lambda: nn.Conv2d(1, 1, 1), torch.ones(1, 1, 2, 2)),
     "float64": (lambda: nn.Conv2d(3, 4, 3).double(), torch.ones(2, 3, 8, 8, dtype=torch.float64)),
-    "dilated": (lambda: nn.Conv2d(1, 2, 3, dilation=2), torch.ones(1, 1, 16, 16)),
-    "transposed": (lambda: nn.ConvTranspose2d(1, 1, 2), torch.ones(1, 1, 4, 4)),
-    "3d": (lambda: nn.Conv3d(1, 1, 1), torch.ones(1, 1, 2, 2, 2)),
 }
 
 
