@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-from on_ranks import on_each_rank, slow
+from on_ranks import on_each_rank
 from small_models import Computes
 from torch import nn
-from torch.nn.modules.rnn import GRU  # torch_xla replaces nn.GRU by one that needs a device
 
 from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
 from xla_fsdp.layers import einsum, linear_cross_entropy
@@ -104,7 +103,6 @@ MODELS = {name: (weighted, compute) for name, compute in WEIGHTED.items()} | {
         lambda attend, x: attend(x[None], x[None], x[None], need_weights=False)[0],
     ),
     "lstm": (called, lambda: nn.LSTM(COLUMNS, 16, batch_first=True), lambda m, x: m(x[None])[0]),
-    "gru": (called, lambda: GRU(COLUMNS, 16, batch_first=True), lambda m, x: m(x[None])[0]),
     "conv": (called, lambda: nn.Conv1d(COLUMNS, ROWS, 3, padding=1), lambda c, x: c(x.t()[None])),
     "embedding": (
         called,
@@ -155,7 +153,7 @@ def built(factory, arguments, frozen, **options):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("name", [slow(n) if n == "gru" else n for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 @on_each_rank(2)
 def test_saved_parameters_are_freed_and_rebuilt(rank, name, frozen):
     factory, *arguments = MODELS[name]

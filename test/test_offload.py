@@ -333,9 +333,7 @@ def test_plan():
     # bfloat16 shards and the batch go in, bfloat16 gradients come out.
     assert report.memory.arguments < shards // 2 + 2**20
     assert report.memory.outputs < shards // 2 + 2**20
-    text = str(report)
-    assert "a host needs" in text and "optimizer steps on the host" in text
-    assert xla_fsdp.Report.from_json(report.to_json()).host == host
+    assert "optimizer steps on the host" in str(report)
     small = xla_fsdp.Report.from_json(
         report.to_json().replace('"capacity": 384000000000', '"capacity": 9')
     )
