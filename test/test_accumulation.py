@@ -10,7 +10,7 @@ import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank, raises, without_ranks
 from small_models import (
-    full,
+    whole,
     wrapped,
 )
 from torch import nn
@@ -91,7 +91,7 @@ def test_gradients_that_are_asked_for_by_name(rank):
     ours = asked_for(model, [rank], "xla", model.no_sync)
     theirs = asked_for(plain, range(xr.world_size()), "cpu", contextlib.nullcontext)
     for mine, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(full(model, mine), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(whole(model, mine), expected, rtol=1e-4, atol=1e-6)
 
 
 FORMS = ("wrapper", "fully_shard")

@@ -5,7 +5,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank, only_full, raises, slow
-from small_models import full, hybrid, trace_as_on_tpu, wrapped
+from small_models import hybrid, trace_as_on_tpu, whole, wrapped
 from torch import nn
 
 from xla_fsdp import checkpoint_module, comm_hooks
@@ -49,7 +49,7 @@ def gradients_with(rank, hook, over="all", state=None, steps=1, **options):
         model(batch(rank, 2).to("xla")).square().mean().backward()
     torch_xla.sync()
     named = model.named_parameters()
-    return full(model, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named})
+    return whole(model, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named})
 
 
 @pytest.mark.parametrize("ranks,on_tpu", WAYS)
