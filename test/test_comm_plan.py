@@ -73,6 +73,14 @@ def test_a_plan_for_4096_ranks_is_printed():
     ]
 
 
+def test_small_tensors_fill_as_many_collectives_as_they_need():
+    specs = block(8, 64) * 400
+    plan = plan_gathers(specs, FSDPOptions(), world(8))
+    sent = [number for one in plan for number in one.tensors]
+    assert sorted(sent) == [n for n, spec in enumerate(specs) if spec.layout.numel]
+    assert 1 < len(plan) < 5
+
+
 @pytest.mark.parametrize("prefetch,limit", list(itertools.product([True, False], repeat=2)))
 def test_prefetch_is_a_statement_of_order(prefetch, limit):
     options = FSDPOptions(
