@@ -546,11 +546,9 @@ def on_other_ranks(rank, folder, pairs, name, saved, expected):
 @pytest.mark.parametrize(
     "name, here, there",
     [
-        slow("adafactor", ["flat"], [("flat", "scan")]),
         slow("8bit", ["nested"], [("nested", "scan")]),
-        slow("adafactor", ["flat", "nested"], [("nested", "flat")]),
+        slow("adafactor", ["flat", "nested"], [("flat", "scan"), ("nested", "flat")]),
         slow("small", ["nested"], [("nested", "flat")]),
-        slow("lamb", ["nested"], [("nested", "dim0scan")]),
         ("lars", ["nested"], [("nested", "flat")]),
         ("muon", ["nested"], [("nested", "dim0scan")]),
     ],
