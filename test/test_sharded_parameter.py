@@ -241,7 +241,6 @@ PENALTIES = {
     "centered": lambda p: (p - p.mean()).pow(4).sum(),
     "relative": lambda p: (p / p.norm()).exp().mean(),
     "relative by foreach": lambda p: torch._foreach_mul([p * 1], [p.norm()])[0].exp().mean(),
-    "relative to a list": lambda p: (p / torch.linalg.vector_norm(p)).exp().mean(),
     # Elements that are equal share the gradient, on all ranks.
     "largest of equal": lambda p: p.clamp(-0.1, 0.1).max() - p.clamp(-0.1, 0.1).amin(),
     "norm inf of equal": lambda p: torch.linalg.vector_norm(p.clamp(-0.1, 0.1), math.inf),
