@@ -101,20 +101,16 @@ def inputs_of_all(step: int = 0) -> torch.Tensor:
 
 
 def whole(model, tensors) -> dict[str, torch.Tensor]:
-    """Full tensors by name, from this rank's shards: gathered through the ranks' rendezvous."""
+    """Full tensors by name, from this rank's shards: gathered through the ranks' rendezvous.
+
+    Replicas must hold the same.
+    """
     mine = {name: local(value).detach().cpu() for name, value in tensors.items()}
-    return consolidate_sharded_state_dicts(
-        xm.mesh_reduce("whole", mine, list), model.get_shard_metadata()
-    )
-
-
-def full(model, tensors) -> dict[str, torch.Tensor]:
-    """As :func:`whole`, where replicas must hold the same."""
-    mine = {name: value.to_local().cpu() for name, value in tensors.items()}
-    ranks, size = xm.mesh_reduce("full", mine, list), model.world_size
-    for number, one in enumerate(ranks):
-        torch.testing.assert_close(one, ranks[number % size], rtol=0, atol=0)
-    return consolidate_sharded_state_dicts(ranks[:size], model.get_shard_metadata())
+    ranks, metadata = xm.mesh_reduce("whole", mine, list), model.get_shard_metadata()
+    size = metadata["world_size"]
+    for replica in range(size, len(ranks)):
+        torch.testing.assert_close(ranks[replica], ranks[replica % size], rtol=0, atol=0)
+    return consolidate_sharded_state_dicts(ranks[:size], metadata)
 
 
 def of_parameters(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -3,125 +3,43 @@
 import collections
 import contextlib
 import copy
-import functools
-from typing import Any
 
 import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, raises, slow, without_ranks
+from on_ranks import on_each_rank, raises, without_ranks
 from small_models import (
-    full,
-    here,
-    hybrid,
-    inputs_of_all,
-    mlp,
-    trace_as_on_tpu,
+    whole,
     wrapped,
 )
 from torch import nn
 
-from xla_fsdp import CPUOffload, fully_shard, plan
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import fully_shard, plan
 
-CLIP, STEPS = 0.3, 2
-NARROW = torch.bfloat16
-
-
-def fit(model, pattern, batch, clip, sync_between=False):
-    """Norms before clipping; ``pattern``: ``h`` for each backward inside no_sync, ``r`` outside."""
-    norms = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)  # no state: one program
-    for step in range(STEPS):
-        for number, way in enumerate(pattern):
-            with model.no_sync() if way == "h" else contextlib.nullcontext():
-                (model(batch(10 * step + number)).float().square().mean() / len(pattern)).backward()
-            if sync_between:
-                torch_xla.sync()
-        norms.append(clip(CLIP))
-        finish_step(optimizer)
-    return [norm.item() for norm in norms]
+WIDTH, DEPTH = 512, 3
 
 
-def expected(batches: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Norms, and weights, of plain training on all ranks' batches."""
-    model = mlp()
-
-    def clip(norm):
-        return nn.utils.clip_grad_norm_(model.parameters(), norm)
-
-    norms = fit(model, "r" * batches, inputs_of_all, clip)
-    return norms, {name: value.detach() for name, value in model.named_parameters()}
-
-
-def accumulated(rank: int, pattern: str, options: dict[str, Any], sync_between: bool):
-    model = wrapped(mlp(), "1", **options)
-    norms = fit(model, pattern, functools.partial(here, rank), model.clip_grad_norm_, sync_between)
-    return norms, full(model, dict(model.named_parameters()))
-
-
-def cases(rank, on_tpu, all_options):
-    trace_as_on_tpu(on_tpu)
-    reference = expected(4)
-    for options, patterns in all_options:
-        options = hybrid(rank) | {"compute_dtype": NARROW} if options == "hybrid" else options
-        tolerance = 0.02 if "compute_dtype" in options else 1e-4
-        for number, pattern in enumerate(patterns):
-            norms, weights = accumulated(rank, pattern, options, bool(number % 2))
-            torch.testing.assert_close(norms, reference[0], rtol=tolerance, atol=tolerance)
-            for name, value in reference[1].items():
-                error = (weights[name] - value).norm() / value.norm()
-                assert error < tolerance, (name, error, options, pattern)
-
-
-WIDE = {"compute_dtype": NARROW, "fp32_reduce_scatter": True}
-ALL = ["rrrr", "hhhr", "hrhr", "rhhr"]
-SLOW = [
-    (4, False, [({"reshard_after_forward": False}, ["rhhr"]), ("hybrid", ["hrhr", "rrrr"])]),
-    (2, False, [({"cpu_offload": CPUOffload(stream=True)}, ALL[:3])]),
-]
-
-
-@pytest.mark.parametrize(
-    "ranks,on_tpu,options",
-    [
-        (2, False, [({}, ALL), ({"compute_dtype": NARROW}, ["hrhr"])]),
-        (2, True, [({"flatten_parameters": True}, ["hrhr"]), (WIDE, ["rhhr"])]),
-        *(slow(*case) for case in SLOW),
-    ],
-)
-def test_any_mixture_equals_plain_training(run_ranks, ranks, on_tpu, options):
-    run_ranks(cases, ranks, on_tpu, options)
-
-
-V5E, WIDTH, DEPTH = "v5e:2x4", 512, 3
-
-
-def planned(hold: bool, last: bool):
-    """What a rank sends and needs in a micro-batch that is a program of its own, not the first.
-
-    ``last``: the one that is reduced whatever ``hold`` says, and that the optimizer's step follows.
-    """
+def planned(hold: bool):
+    """What a rank sends and needs in a micro-batch that is a program of its own, not the first."""
 
     def step():
         layers = (FSDP(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(DEPTH))
         model = FSDP(nn.Sequential(*layers))
-        trained = list(model.parameters()) if last else [nn.Parameter(torch.zeros(1).to("xla"))]
-        optimizer = torch.optim.SGD(trained, lr=0.1)  # a plan ends with the first optimizer's step
+        other = nn.Parameter(torch.zeros(1).to("xla"))
         x = torch.randn(64, WIDTH).to("xla")
         for number in range(2):
-            wait = hold and not (last and number == 1)
-            with model.no_sync() if wait else contextlib.nullcontext():
+            with model.no_sync() if hold else contextlib.nullcontext():
                 model(x).tanh().square().mean().backward()
             if number == 0:
                 torch_xla.sync()
-        if not last:
-            trained[0].grad = torch.ones(1).to("xla")
-        optimizer.step()
+        other.grad = torch.ones(1).to("xla")
+        optimizer = torch.optim.SGD([other], lr=0.1)
+        optimizer.step()  # ends a plan
         return model, optimizer
 
-    report = plan(step, V5E, cache=False, progress=False, ranks=[0])
+    report = plan(step, "v5e:2x4", cache=False, progress=False, ranks=[0])
     sent = collections.Counter()
     for one in report.schedule.collectives:
         sent[one.asked or one.kind] += one.wire_bytes * one.times
@@ -133,18 +51,13 @@ def planned(hold: bool, last: bool):
 def test_bytes_and_memory_of_both_ways():
     gradient = DEPTH * WIDTH * WIDTH * 4
     reduction = gradient * 7 // 8
-    for last in (False, True):
-        (each, sent_each), (held, sent_held) = planned(False, last), planned(True, last)
-        assert sent_each["all-gather"] == sent_held["all-gather"] > 0
-        assert sent_each["reduce-scatter"] == reduction
-        assert sent_held["reduce-scatter"] == (reduction if last else 0)
-        # Held: gradients in full instead of shards, written where they were read, and only once.
-        more = held.arguments - each.arguments
-        assert more == reduction, (more, reduction)
-        if not last:
-            assert held.aliased - each.aliased == reduction
-            assert held.outputs - held.aliased < 4096
-            assert gradient <= held.peak - each.peak + gradient // 8 < 1.5 * gradient
+    (each, sent_each), (held, sent_held) = planned(False), planned(True)
+    assert sent_each["all-gather"] == sent_held["all-gather"] > 0
+    assert sent_each["reduce-scatter"] == reduction and not sent_held["reduce-scatter"]
+    # Held: gradients in full instead of shards, written where they were read, and only once.
+    assert held.arguments - each.arguments == held.aliased - each.aliased == reduction
+    assert held.outputs - held.aliased < 4096
+    assert gradient <= held.peak - each.peak + gradient // 8 < 1.5 * gradient
 
 
 @on_each_rank(2)
@@ -178,7 +91,7 @@ def test_gradients_that_are_asked_for_by_name(rank):
     ours = asked_for(model, [rank], "xla", model.no_sync)
     theirs = asked_for(plain, range(xr.world_size()), "cpu", contextlib.nullcontext)
     for mine, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(full(model, mine), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(whole(model, mine), expected, rtol=1e-4, atol=1e-6)
 
 
 FORMS = ("wrapper", "fully_shard")

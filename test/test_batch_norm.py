@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, raises, slow, without_ranks
+from on_ranks import finish_step, on_each_rank, raises, without_ranks
 from torch import nn
 
 from xla_fsdp import SyncBatchNorm, checkpoint_module, full_state_dict, plan, scan_blocks
@@ -103,17 +103,6 @@ def train(model, inputs, sync=lambda: None):
         ("without running statistics", 4, "nested"),
         ("far from zero", 4, "checkpointed"),
         ("far from zero", 1, "nested"),
-        *(
-            slow(*case)
-            for case in (
-                ("1d", 4, "nested"),
-                ("1d", 4, "checkpointed"),
-                ("2d", 4, "checkpointed"),
-                ("2d", 4, "checkpointed root"),
-                ("far from zero", 3, "nested"),
-                ("1d of sequences", 1, "checkpointed"),
-            )
-        ),
     ],
 )
 @on_each_rank()
@@ -125,8 +114,6 @@ def test_sharded_equals_unsharded(rank, kind, wrapping):
     assert norms and all(type(m) is SyncBatchNorm for m in norms)
     if wrapping == "root":
         model = FSDP(model)
-    elif wrapping == "checkpointed root":
-        model = FSDP(checkpoint_module(model))
     else:
         around = checkpoint_module if wrapping == "checkpointed" else nn.Identity().forward
         model = FSDP(nn.Sequential(*(FSDP(around(layer)) for layer in model)))

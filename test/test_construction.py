@@ -80,38 +80,15 @@ def test_policies_choose_submodules():
     model = nn.ModuleDict({"a": nn.MultiheadAttention(8, 2), "l": layers})
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=70)
     assert wrapped_names(model, policy) == ["l.0", "l.1"]
-
-
-def with_holders():
-    torch.manual_seed(0)
-    scale, shift, extra = (nn.Parameter(torch.ones(6)) for _ in range(3))
-    holder = nn.Module()
-    holder.extra = extra
-
-    def compute(self, x):
-        x = self.layers["linear"](x) * self.scales["a"]
-        return x + self.shifts[0] + self.holder.extra
-
-    children = {
-        "scales": nn.ParameterDict({"a": scale}),
-        "shifts": nn.ParameterList([shift]),
-        "layers": nn.ModuleDict({"linear": nn.Linear(6, 6)}),
-    }
-    return nn.Sequential(Computes(compute, **children, holder=holder), nn.Linear(6, 6))
-
-
-@on_each_rank(2)
-def test_policies_choose_what_has_a_forward(rank):
-    assert wrapped_names(with_holders(), always_wrap_policy) == ["0", "0.layers.linear", "1"]
-    want = with_holders()(torch.ones(2, 6)).sum().item()
-    for policy in (
-        always_wrap_policy,
-        functools.partial(size_based_auto_wrap_policy, min_num_params=6),
-        lambda module, recurse, unwrapped_params: True,
-    ):
-        model = FSDP(with_holders(), auto_wrap_policy=policy)
-        assert model(torch.ones(2, 6).to("xla")).sum().item() == pytest.approx(want, rel=1e-5)
-        assert isinstance(model.module[0], FSDP) and isinstance(model.module[1], FSDP)
+    # Only what has a forward.
+    parameter = nn.Parameter(torch.ones(6))
+    holders = {"scales": nn.ParameterDict({"a": parameter}), "holder": nn.Module()}
+    holders |= {"shifts": nn.ParameterList([parameter]), "layers": nn.ModuleDict({"a": mlp()})}
+    model = nn.Sequential(Computes(lambda self, x: x, **holders))
+    everything = lambda module, recurse, unwrapped_params: True  # noqa: E731
+    for policy in (always_wrap_policy, everything):
+        names = wrapped_names(copy.deepcopy(model), policy)
+        assert [name for name in names if "layers.a." not in name] == ["0", "0.layers.a"]
 
 
 def test_overrides_and_shared_modules():
@@ -452,36 +429,19 @@ def test_from_the_import_on(run_script):
     assert done.returncode == 0, done.stderr
 
 
-class Conv1D(nn.Module):
-    """As in GPT-2: a linear layer with a transposed weight, and no ``reset_parameters``."""
-
-    def __init__(self, out, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, out).normal_(std=0.3))
-        self.bias = nn.Parameter(torch.zeros(out))
-
-    def forward(self, x):
-        return x @ self.weight + self.bias
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(13)
-        self.embed = nn.Linear(WIDTH, 5, bias=False)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(Conv1D(WIDTH, 5), nn.Tanh(), Conv1D(5, WIDTH)) for _ in range(2)
-        )
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, 5))
-        self.head = nn.Linear(5, WIDTH)
-        self.back = nn.Linear(WIDTH, 5, bias=False)
-        self.back.weight = self.embed.weight
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.back(self.head(x * self.scale))
+def deferred():
+    torch.manual_seed(13)
+    blocks = (nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5)) for _ in range(2))
+    model = Computes(
+        lambda self, x: self.back(self.head(self.blocks(self.embed(x)) * self.scale)),
+        embed=nn.Linear(WIDTH, 5, bias=False),
+        blocks=nn.Sequential(*blocks),
+        head=nn.Linear(5, WIDTH),
+        back=nn.Linear(WIDTH, 5, bias=False),
+    )
+    model.back.weight = model.embed.weight
+    model.register_buffer("scale", torch.linspace(0.5, 1.5, 5))
+    return model
 
 
 MISSING = ["head.weight", "head.bias"]
@@ -489,7 +449,7 @@ MISSING = ["head.weight", "head.bias"]
 
 def built(kind):
     with torch.device("meta"):
-        model = Model()
+        model = deferred()
     units = ["blocks.0", "blocks.1"] if kind == "nested" else []
     return wrapped(model, *units, param_init_fn=defer_init, flatten_parameters=kind == "flat")
 
@@ -506,14 +466,16 @@ def raises_naming(names, absent, doing="the first forward", call=None):
 @pytest.mark.parametrize("ranks", [2, slow(4)])
 @on_each_rank(timeout=1500)
 def test_values_come_with_a_load_or_are_missed(rank, tmp_path):
-    plain = Model()
+    plain = deferred()
     state = {n: v.clone() for n, v in plain.state_dict().items() if n != "back.weight"}
     if rank == 0:
         save_file(state, f"{tmp_path}/model.safetensors")
         part = {name: value for name, value in state.items() if not name.startswith("head")}
         save_file(part, f"{tmp_path}/part.safetensors")
-    saved = save_checkpoint(f"{tmp_path}/run", FSDP(Model()), step=1)
-    shards = {kind: FSDP(Model(), flatten_parameters=kind == "flat") for kind in ("root", "flat")}
+    saved = save_checkpoint(f"{tmp_path}/run", FSDP(deferred()), step=1)
+    shards = {
+        kind: FSDP(deferred(), flatten_parameters=kind == "flat") for kind in ("root", "flat")
+    }
     every = torch.cat([inputs(r) for r in range(xr.world_size())])
     plain(every).square().mean().backward()
     x = here(rank)
@@ -589,7 +551,7 @@ def test_values_of_scanned_blocks_come_with_a_load(rank):
     def model(device, **options):
         torch.manual_seed(3)
         with torch.device(device):
-            blocks = [nn.Sequential(Conv1D(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+            blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
         return blocks if not options else FSDP(nn.Sequential(scan_blocks(blocks, **options)))
 
     plain = nn.Sequential(*model("cpu"))

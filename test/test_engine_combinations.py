@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
 import torch_xla.runtime as xr
 from covering import covering, pairs_of
 from on_ranks import finish_step, on_each_rank, raises
@@ -88,7 +89,7 @@ def build(uses: Iterable[str]) -> Language:
 def batches(uses: Iterable[str]) -> list[tuple[torch.Tensor, ...]]:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(WORDS, (STEPS, GLOBAL_BATCH, 3), generator=generator)
-    return [step.chunk(2 if "no_sync" in uses else 1) for step in tokens]
+    return [step.chunk(4 if "no_sync" in uses else 1) for step in tokens]
 
 
 def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -176,10 +177,12 @@ def train(rank: int, cell: Cell) -> dict[str, Any]:
         total = torch.zeros((), device="xla")
         for number, part in enumerate(step):
             mine = part.chunk(xr.world_size())[rank].to("xla")
-            with syncing(model, number == len(step) - 1):
+            with syncing(model, number in (0, len(step) - 1)):
                 loss = loss_of(model(mine), mine) / len(step)
                 loss.backward()
             total += loss.detach()
+            if number == 1:  # stored gradients go from one program to another
+                torch_xla.sync()
         assert all((p.grad is None) is not p.requires_grad for p in parameters)
         gradients.append([p.grad.clone() if p.requires_grad else None for p in parameters])
         norm = model.clip_grad_norm_(CLIP)
@@ -242,19 +245,6 @@ def check(run_ranks, cells: list[Cell]) -> None:
         found = run_ranks(train_cells, number, some, timeout=600)
         for cell, *ranks in zip(some, *found, strict=True):
             assert_like_plain(cell, ranks)
-
-
-def test_the_cells_cover_every_pair_that_is_possible():
-    covered = set().union(*map(shown_by, COVERING))
-    axes = [FORMS, FREEING, CUTS]
-    pairs = itertools.combinations(axes, 2)
-    possible = {pair for a, b in pairs for pair in itertools.product(a, b)}
-    possible |= set(itertools.product(itertools.chain(*axes), (*USES, "plain")))
-    possible |= set(itertools.combinations(USES, 2))
-    assert covered == possible - NOT_TOGETHER.keys()
-    exact = set().union(*(cell for cell in SINGLY if "bf16" not in cell))
-    assert exact == {*FORMS, *FREEING, *CUTS, *USES, "plain"} - {"bf16"}
-    assert len(COVERING) < len(LEGAL) / 20
 
 
 def test_every_setting_trains_like_plain_torch(run_ranks):

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-from on_ranks import on_each_rank, slow
+from on_ranks import on_each_rank
 from small_models import Computes
 from torch import nn
-from torch.nn.modules.rnn import GRU  # torch_xla replaces nn.GRU by one that needs a device
 
 from xla_fsdp import XlaFullyShardedDataParallel, checkpoint_module
+from xla_fsdp.layers import einsum, linear_cross_entropy
 
 # Larger than any activation in these tests, so size alone tells a parameter from an activation.
 ROWS, COLUMNS = 48, 40
@@ -79,8 +79,6 @@ def linear_and_view(x, w):
 
 WEIGHTED = {
     "linear": lambda x, w: F.linear(x, w),
-    "matmul": lambda x, w: x @ w.t(),
-    "bmm": lambda x, w: torch.bmm(x[None], w.t()[None]),
     "einsum": lambda x, w: torch.einsum("bk,nk->bn", x, w),
     "chunks": lambda x, w: torch.cat([F.linear(x, c) for c in w.chunk(3)], -1),
     "unbind": lambda x, w: torch.stack([(x * row).sum(-1) for row in w[:3].unbind()]),
@@ -92,8 +90,11 @@ WEIGHTED = {
     * 0.1,
     "custom function": lambda x, w: Scale.apply(x, w),
     "norm": lambda x, w: F.layer_norm(x, (COLUMNS,), w[0], w[1]),
+    "einsum of layers": lambda x, w: einsum("bk,hdk->bhd", x, w.view(6, 8, -1)).flatten(1),
+    "loss of layers": lambda x, w: linear_cross_entropy(
+        x, w, torch.arange(6, device=x.device), reduction="none", chunk=16
+    ),
     "queries": lambda x, w: F.scaled_dot_product_attention(w[None, :6], x[None], x[None])[0],
-    "twice": lambda x, w: F.linear(x, w) * (x @ w.t()),
 }
 MODELS = {name: (weighted, compute) for name, compute in WEIGHTED.items()} | {
     "attention": (
@@ -102,7 +103,6 @@ MODELS = {name: (weighted, compute) for name, compute in WEIGHTED.items()} | {
         lambda attend, x: attend(x[None], x[None], x[None], need_weights=False)[0],
     ),
     "lstm": (called, lambda: nn.LSTM(COLUMNS, 16, batch_first=True), lambda m, x: m(x[None])[0]),
-    "gru": (called, lambda: GRU(COLUMNS, 16, batch_first=True), lambda m, x: m(x[None])[0]),
     "conv": (called, lambda: nn.Conv1d(COLUMNS, ROWS, 3, padding=1), lambda c, x: c(x.t()[None])),
     "embedding": (
         called,
@@ -153,7 +153,7 @@ def built(factory, arguments, frozen, **options):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("name", [slow(n) if n == "gru" else n for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 @on_each_rank(2)
 def test_saved_parameters_are_freed_and_rebuilt(rank, name, frozen):
     factory, *arguments = MODELS[name]

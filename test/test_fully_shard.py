@@ -11,7 +11,6 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, raises, without_ranks
-from safetensors.torch import save_file
 from small_models import WORDS, Block, Language, assert_same_gradients, whole
 from small_models import wrapped as in_units
 from torch import nn
@@ -260,17 +259,6 @@ def test_scenarios(rank):
     assert layer(x.to("xla")).dtype is torch.float32 and seen == [(narrow, narrow)]
     assert all(p.dtype is torch.float32 for p in layer.parameters())
     assert FSDP.fsdp_modules(outer) == [outer, *outer.blocks]
-    assert FSDP.fsdp_modules(outer, root_only=True) == [outer]
-
-
-@on_each_rank(2)
-def test_mixed_precision_is_that_of_the_class(rank):
-    dtypes = torch.bfloat16, torch.float32
-    model = sharded(mp_policy=MixedPrecisionPolicy(*dtypes))
-    other = wrapped(mixed_precision=xla_fsdp.MixedPrecision(*dtypes, cast_forward_inputs=True))
-    assert train(model, rank, 2) == train(other, rank, 2)
-    own, expected = model.state_dict(), other.state_dict()
-    assert all(torch.equal(own[name], expected[name]) for name in expected)
 
 
 @on_each_rank(2, timeout=1500)
@@ -323,12 +311,7 @@ def test_checkpoints_state_dicts_and_initialisation(rank, tmp_path):
     model = sharded(build(7))
     assert xla_fsdp.load_full_state_dict(model, before if rank == 0 else None).missing_keys == []
     torch.testing.assert_close(whole(model, model.state_dict()), before, rtol=0, atol=0)
-    path = f"{tmp_path}/{rank}.safetensors"
-    save_file({n: v for n, v in before.items() if n != "head.weight"}, path)
-    model = sharded(build(7))
-    xla_fsdp.load_weights(model, f"{tmp_path}/{rank}.safetensors")
     with FSDP.summon_full_params(model, writeback=False):
-        assert torch.equal(model.blocks[0].up.weight.cpu(), before["blocks.0.up.weight"])
         assert model.head.weight is model.embed.weight
     model.load_state_dict(sharded(build(7)).state_dict())
     torch.testing.assert_close(
@@ -366,9 +349,7 @@ def test_what_is_not_possible_is_refused(rank):
         raises(error, match, fully_shard, nn.Linear(2, 2) if module is None else module, **options)
 
     refused("must be a torch.nn.Module", TypeError, module=7)
-    refused("no forward", RuntimeError, module=nn.ModuleList([nn.Linear(2, 2)]))
     refused("already wrapped", RuntimeError, module=fully_shard(nn.Linear(2, 2)))
-    refused("already wrapped", RuntimeError, module=FSDP(nn.Linear(2, 2)))
     for wrong in ({"param_dtype": torch.int8}, {"reduce_dtype": torch.bfloat16},
                   {"cast_forward_inputs": 1}):  # fmt: skip
         raises(ValueError, f"PrecisionPolicy.{next(iter(wrong))}", MixedPrecisionPolicy, **wrong)
@@ -415,8 +396,11 @@ def fingerprints():
         optimizer.step()
         optimizer.zero_grad()
 
-    found = []
-    for make in (sharded, wrapped):
+    dtypes, found = (torch.bfloat16, torch.float32), []
+    for make in (
+        lambda: sharded(mp_policy=MixedPrecisionPolicy(*dtypes)),
+        lambda: wrapped(mixed_precision=xla_fsdp.MixedPrecision(*dtypes, cast_forward_inputs=True)),
+    ):
         torch.manual_seed(0)
         traced = trace_step(lambda make=make: step(make), 1, slice.devices, slice)
         program = traced.program

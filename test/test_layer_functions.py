@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import finish_step, on_each_rank, raises, without_ranks
+from on_ranks import on_each_rank, raises, without_ranks
+from small_models import Computes
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -49,21 +50,6 @@ def whole(hidden, weight, labels, **options):
     return loss.view(labels.shape) if loss.dim() else loss
 
 
-class Head(nn.Module):
-    def __init__(self, fused=True, width=WIDTH, words=WORDS, chunk=16):
-        super().__init__()
-        torch.manual_seed(2)
-        self.fused, self.chunk = fused, chunk
-        self.below = nn.Linear(width, width)
-        self.head = nn.Linear(width, words, bias=False)
-
-    def forward(self, hidden, labels):
-        hidden = self.below(hidden)
-        if self.fused:
-            return linear_cross_entropy(hidden, self.head.weight, labels, chunk=self.chunk)
-        return whole(hidden, self.head.weight, labels)
-
-
 @on_each_rank(2, timeout=1500)
 def test_losses_and_gradients_are_those_of_torch(rank):
     for chunk, options in CASES if rank == 0 else []:
@@ -83,24 +69,6 @@ def test_losses_and_gradients_are_those_of_torch(rank):
     hidden, weight, labels = inputs(torch.bfloat16)
     wide = with_gradients(whole, hidden.float(), weight.float(), labels)
     torch.testing.assert_close([t.float().cpu() for t in narrow], wide, rtol=2e-2, atol=2e-2)
-
-
-def trained(model, device):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    hidden, _, labels = inputs()
-    losses = []
-    for _ in range(2):
-        loss = model(hidden.to(device), labels.to(device))
-        loss.backward()
-        finish_step(optimizer)
-        losses.append(loss.item())
-    return losses
-
-
-@on_each_rank(2)
-def test_a_wrapped_head_trains_as_in_plain_torch(rank):
-    expected = trained(Head(fused=False), "cpu")
-    assert trained(FSDP(Head()), "xla") == pytest.approx(expected, rel=1e-5)
 
 
 @on_each_rank(2)
@@ -148,9 +116,13 @@ def test_refusals_and_other_devices():
 @without_ranks
 def test_plan():
     def step():
-        model = FSDP(Head(width=128, words=8192, chunk=1024), compute_dtype=torch.bfloat16)
-        hidden = torch.zeros(1, 4096, 128, device="xla")
-        model(hidden, torch.zeros(1, 4096, dtype=torch.long, device="xla")).backward()
+        def loss(self, hidden):
+            labels = torch.zeros(1, 4096, dtype=torch.long, device="xla")
+            return linear_cross_entropy(hidden, self.head.weight, labels, chunk=1024)
+
+        head = Computes(loss, head=nn.Linear(128, 8192, bias=False))
+        model = FSDP(head, compute_dtype=torch.bfloat16)
+        model(torch.zeros(1, 4096, 128, device="xla", requires_grad=True)).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     report = plan(step, "v5litepod-4", ranks=[0], cache=False, progress=False)
@@ -204,39 +176,6 @@ def test_einsum_is_that_of_torch(rank):
         assert (type(made.grad_fn).__name__ == "ProductBackward") is contracted, equation
     for wrong in ("ab,bc->ac", "ab,bc->c", "abc,cbd->ad"):
         raises(ValueError, f"einsum.*{wrong}", einsum, wrong, x, y)
-
-
-class Parts(nn.Module):
-    def __init__(self, einsum):
-        super().__init__()
-        self.einsum = einsum
-        self.qkv = nn.Linear(6, 12)
-
-    def forward(self, x):
-        parts = zip(self.qkv.weight.split(4), self.qkv.bias.split(4), strict=True)
-        q, k, v = (
-            self.einsum("bsw,hdw->bhsd", x, weight.view(2, 2, 6)) + bias.view(2, 1, 2)
-            for weight, bias in parts
-        )
-        scores = self.einsum("bhqd,bhkd->bhqk", q, k)
-        return self.einsum("bhqk,bhkd->bqhd", scores.tanh(), v)
-
-
-@on_each_rank(2)
-def test_parts_of_a_sharded_weight(rank):
-    def gradients(product, device, wrap):
-        torch.manual_seed(1)
-        model = wrap(Parts(product))
-        x = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(2)).to(device)
-        y = model(x.requires_grad_())
-        y.square().sum().backward()
-        torch_xla.sync()
-        return y.detach().cpu(), x.grad.cpu(), [p.grad for p in model.parameters()]
-
-    y, x, shards = gradients(einsum, "xla", FSDP)
-    found = y, x, [shard.full_tensor().cpu() for shard in shards]
-    plain_y, plain_x, plain = gradients(torch.einsum, "cpu", lambda module: module)
-    torch.testing.assert_close(found, (plain_y, plain_x, plain))
 
 
 def as_on(kind):

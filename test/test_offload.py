@@ -45,60 +45,42 @@ def streamed(kind, model, **options):
     return wrapped(kind, model, **streaming(**options))
 
 
-def trained(rank, size, wrap, kind, optimizer, steps=3, **options):
-    """Losses, this rank's shards, and how many programs the last two steps compiled."""
+def trained(rank, wrap, **options):
+    """Losses, and this rank's shards."""
     torch.manual_seed(0)
-    model = wrap(kind, Zoo(), **options)
-    stepping = optimizer([p for p in model.parameters() if p.requires_grad])
-    losses, compiled = [], []
-    for tokens in batches(steps):
-        each = tokens.shape[0] // size
-        mine = tokens[rank * each : (rank + 1) * each].to("xla")
+    model = wrap("nested", Zoo(), **options)
+    # Products with powers of two are exact, whether XLA or a kernel of torch rounds them or not
+    # before it adds.
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.25, 0.5)
+    losses = []
+    for tokens in batches(3):
+        mine = tokens.chunk(xr.world_size())[rank].to("xla")
         loss = loss_of(model(mine), mine)
         loss.backward()
-        finish_step(stepping)
+        finish_step(optimizer)
         losses.append(loss.item())
-        compiled.append(met.counter_value("UncachedCompile"))
-    held = [p for p in model.parameters()]
-    return losses, [p.detach().cpu() for p in held], compiled, {p.device for p in held}
-
-
-# Products with powers of two are exact, whether XLA or a kernel of torch rounds them or not before
-# it adds.
-EXACT = {"lr": 0.25, "momentum": 0.5}
-
-
-def heavy_ball(parameters):
-    return torch.optim.SGD(parameters, **EXACT)
-
-
-def fused(parameters):
-    return torch.optim.SGD(parameters, **EXACT, fused=True)
-
-
-SLOW = [(2, offloaded, False), (4, offloaded, False), (1, streamed, False), (2, streamed, True)]
+    assert {p.device == HOST for p in model.parameters()} == {wrap is not wrapped}
+    return losses, [p.detach().cpu() for p in model.parameters()]
 
 
 @pytest.mark.parametrize(
     "ranks, wrap, on_tpu",
-    [(1, offloaded, False), (2, streamed, False), *(slow(*case) for case in SLOW)],
+    [
+        (1, offloaded, False),
+        (2, streamed, False),
+        slow(1, streamed, False),
+        slow(2, streamed, True),
+    ],
 )
 @on_each_rank()
 def test_trains_as_without(rank, wrap, on_tpu):
-    size = xr.world_size()
     trace_as_on_tpu(on_tpu)
-    narrow = {"compute_dtype": torch.bfloat16}
-    ways = [("nested", narrow if on_tpu else {}), ("flat", {}), ("rows", narrow)]
-    for number, (kind, options) in enumerate(ways[: 3 if (size, wrap) == (2, offloaded) else 1]):
-        expected = trained(rank, size, wrapped, kind, heavy_ball, **options)
-        found = trained(rank, size, wrap, kind, fused if number % 2 else heavy_ball, **options)
-        assert found[3] == {HOST} and expected[3] != {HOST}
-        # XLA leaves out that a gradient is rounded to bfloat16 if it need not go anywhere. What it
-        # fuses depends on what is in the program: the update is, without offload.
-        close = 2e-2 if options else 0 if (size, wrap) == (1, offloaded) else 1e-5
-        torch.testing.assert_close(found[:2], expected[:2], rtol=close, atol=close)
-        if found[2][-1] is not None:  # one program, whatever the step
-            assert found[2][-1] == found[2][-2]
+    options = {"compute_dtype": torch.bfloat16} if on_tpu else {}
+    # XLA leaves out that a gradient is rounded to bfloat16 if it need not go anywhere. What it
+    # fuses depends on what is in the program: the update is, without offload.
+    close = 2e-2 if on_tpu else 0 if wrap is offloaded else 1e-5
+    found, expected = (trained(rank, one, **options) for one in (wrap, wrapped))
+    torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
 
 @on_each_rank(2)
@@ -351,9 +333,7 @@ def test_plan():
     # bfloat16 shards and the batch go in, bfloat16 gradients come out.
     assert report.memory.arguments < shards // 2 + 2**20
     assert report.memory.outputs < shards // 2 + 2**20
-    text = str(report)
-    assert "a host needs" in text and "optimizer steps on the host" in text
-    assert xla_fsdp.Report.from_json(report.to_json()).host == host
+    assert "optimizer steps on the host" in str(report)
     small = xla_fsdp.Report.from_json(
         report.to_json().replace('"capacity": 384000000000', '"capacity": 9')
     )

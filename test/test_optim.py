@@ -220,7 +220,6 @@ def expected_weights():
         slow(4, ["nested"]),
         only_full(1, ["flat", "dim0scan", "scan"]),
         slow(2, ["nested", "dim0", "scan"]),
-        only_full(4, ["flat", "dim0scan", "scan"]),
     ],
 )
 @on_each_rank(timeout=1500)
@@ -393,7 +392,6 @@ def test_on_two_ranks(run_ranks, check):
         ("Muon", {"ns_coefficients": (1, 2)}, "ns_coefficients must be three numbers"),
         ("Muon", {"adjust_lr_fn": "other"}, "adjust_lr_fn must be None, 'original' or"),
         ("Muon", {"compute_dtype": torch.int8}, "compute_dtype must be a floating-point dtype"),
-        ("AdamW8bit", {"eps": 0.0}, "eps must be > 0, got 0.0"),
         ("AdamW8bit", {"betas": (1.0, 0.9)}, r"betas\[0\] must be >= 0 and < 1, got 1.0"),
         ("AdamW8bit", {"min_8bit_size": -1}, "min_8bit_size must be >= 0, got -1"),
     ],
@@ -548,11 +546,9 @@ def on_other_ranks(rank, folder, pairs, name, saved, expected):
 @pytest.mark.parametrize(
     "name, here, there",
     [
-        slow("adafactor", ["flat"], [("flat", "scan")]),
         slow("8bit", ["nested"], [("nested", "scan")]),
-        slow("adafactor", ["flat", "nested"], [("nested", "flat")]),
+        slow("adafactor", ["flat", "nested"], [("flat", "scan"), ("nested", "flat")]),
         slow("small", ["nested"], [("nested", "flat")]),
-        slow("lamb", ["nested"], [("nested", "dim0scan")]),
         ("lars", ["nested"], [("nested", "flat")]),
         ("muon", ["nested"], [("nested", "dim0scan")]),
     ],

@@ -2,10 +2,7 @@
 
 import pytest
 import torch
-from lazy_modules import torch_xla
-from on_ranks import on_each_rank, only_full, slow
-from small_models import whole
-from test_optim import gradients, plain, put_gradients, train_plain, weights, wrapped
+from test_optim import gradients, plain, train_plain, weights
 
 from xla_fsdp.optim import AdamW8bit, adam8bit
 
@@ -76,41 +73,3 @@ def test_on_plain_parameters():
     model = plain()
     found = train_plain(model, torch.optim.AdamW(model.parameters(), **OPTIONS), STEPS)
     torch.testing.assert_close(found, reference(False), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "ranks, kinds",
-    [
-        slow(2, ("scan", "nested", "flat")),
-        slow(4, ("flat",)),
-        slow(1, ("dim0scan",)),
-        only_full(4, ("dim0",)),
-    ],
-)
-@on_each_rank(timeout=1500)
-def test_on_shards(rank, kinds):
-    start, exact, encoded = weights(plain()), reference(False), reference(True)
-    for kind in kinds:
-        small, large = (wrapped(kind) for _ in range(2))
-        sizes = {"min_8bit_size": 0}, {}
-        pairs = zip((small, large), sizes, strict=True)
-        optimizers = [AdamW8bit(one.parameters(), **size, **OPTIONS) for one, size in pairs]
-        for t in STEPS:
-            for model, optimizer in zip((small, large), optimizers, strict=True):
-                put_gradients(model, gradients(plain(), t))
-                optimizer.step()
-            torch_xla.sync()
-        found = whole(large, large.state_dict())
-        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)  # all are small: no error
-        found = whole(small, small.state_dict())
-        moved = torch.cat([(exact[name] - start[name]).reshape(-1) for name in exact])
-        ours = torch.cat([(found[name] - exact[name]).reshape(-1) for name in exact])
-        theirs = torch.cat([(encoded[name] - exact[name]).reshape(-1) for name in exact])
-        # Blocks hold other elements than unsharded: another error, of the same size.
-        assert 0 < ours.norm() < 2 * theirs.norm() and ours.norm() < 0.05 * moved.norm(), (
-            kind, ours.norm() / moved.norm(), theirs.norm() / moved.norm()
-        )  # fmt: skip
-        parameter = next(p for p in small.parameters() if p in optimizers[0].state)
-        state = optimizers[0].state[parameter]
-        assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.uint8
-        assert state["exp_avg"].shape == parameter.to_local().shape

@@ -7,12 +7,12 @@ import pickle
 import pytest
 import test_optim
 import torch
-from on_ranks import only_full, raises, slow
+from on_ranks import raises, slow
 from test_optim import Block, Model, Saved, gradients, put_plain_gradients, weights
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp.optim import LAMB, Adafactor, AdamW8bit, MasterWeights, StochasticRounding, stochastic
+from xla_fsdp.optim import Adafactor, AdamW8bit, MasterWeights, StochasticRounding, stochastic
 from xla_fsdp.planning.tracing.step import trace_step
 from xla_fsdp.tpu.topology import resolve
 
@@ -20,7 +20,6 @@ ADAMW = {"lr": 0.003, "betas": (0.8, 0.9), "weight_decay": 0.1}
 STEPS = 4
 MAKES = {
     "master": lambda p: MasterWeights(p, torch.optim.AdamW, **ADAMW),
-    "lamb": lambda p: MasterWeights(p, LAMB, lr=0.003),
     "factors": lambda p: MasterWeights(p, Adafactor, lr=0.01),
     "bytes": lambda p: MasterWeights(p, AdamW8bit, lr=0.003, min_8bit_size=0),
     "random": lambda p: StochasticRounding(p, torch.optim.AdamW, seed=5, **ADAMW),
@@ -107,7 +106,6 @@ def test_masters_follow_who_else_changes_a_parameter():
         slow("master", ["nested"], [("nested", "scan")]),
         slow("random", ["nested"], [("nested", "dim0")]),
         slow("factors", ["nested"], [("nested", "flat")]),
-        only_full("lamb", ["nested"], [("nested", "dim0")]),
     ],
 )
 def test_on_shards_and_on_other_ranks(run_ranks, tmp_path, way, here, there):

@@ -1,10 +1,8 @@
 """Options: declared once, checked when they are given, the same in every entry point."""
 
-import contextlib
 import inspect
 import re
-from dataclasses import dataclass, fields
-from unittest import mock
+from dataclasses import fields
 
 import pytest
 import torch
@@ -23,8 +21,6 @@ from xla_fsdp.sharding.options import (
     WRAPPER,
     FSDPOptions,
     flag,
-    option,
-    takes_options,
 )
 from xla_fsdp.wrap import always_wrap_policy, transformer_auto_wrap_policy
 
@@ -206,29 +202,6 @@ def test_options_go_by_position_too(rank):
     with pytest.raises(TypeError, match="multiple values for argument 'flatten_parameters'"):
         FSDP(mlp(), False, True, flatten_parameters=True)
     raises(TypeError, "too many positional arguments", FSDP, mlp(), *[None] * 60)
-
-
-@dataclass(frozen=True)
-class More(FSDPOptions):
-    made_up: bool = option(False, flag)
-
-
-@on_each_rank(1)
-def test_a_new_option_needs_its_declaration_only(rank):
-    files = ("wrapper", "inplace", "scan.blocks", "sharding.options")
-    with contextlib.ExitStack() as patched:
-        for file in files:
-            patched.enter_context(mock.patch(f"xla_fsdp.{file}.FSDPOptions", More))
-        model = FSDP(mlp(), made_up=True, auto_wrap_policy=always_wrap_policy)
-        units = [one for one in model.modules() if hasattr(one, "fsdp_options")]
-        assert len(units) == 6 and all(one.made_up is True for one in units)
-        blocks = xla_fsdp.scan_blocks([nn.Linear(4, 4)], made_up=True)
-        in_place = xla_fsdp.fully_shard(mlp(), made_up=True)
-        assert blocks.made_up is True and in_place._unit.options.made_up is True
-        for make in entry_points().values():
-            raises(TypeError, "made_up must be True or False, got 3", make, made_up=3)
-        described = takes_options(WRAPPER)(lambda module, *args, **options: None)
-        assert "made_up" in inspect.signature(described).parameters
 
 
 def test_every_option_is_documented():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank, only_full, raises, slow, without_ranks
+from on_ranks import on_each_rank, raises, slow, without_ranks
 from planned import training_step
 from small_models import Computes, hybrid, trace_as_on_tpu
 from torch import nn
@@ -131,24 +131,13 @@ def of_rank(rank, options):
     return options if rest == options else hybrid(rank) | rest
 
 
-EXACT, NARROW = (1e-5, 1e-6), (2e-2, 2e-2)
 BFLOAT16, ROWS = {"compute_dtype": torch.bfloat16}, {"shard_param_on_dim_0": True}
-SLOW = [(4, HYBRID | ROWS, False, EXACT), (2, BFLOAT16, False, NARROW)]
-FULL = [(2, BFLOAT16 | {"fp32_reduce_scatter": True}, False, NARROW)]
 
 
-@pytest.mark.parametrize(
-    "ranks, options, hold, close",
-    [
-        (3, {}, True, EXACT),  # no_sync changes nothing but the bytes sent
-        *(slow(*case) for case in SLOW),
-        *(only_full(*case) for case in FULL),
-    ],
-)
-@on_each_rank()
-def test_equals_blocks_wrapped_singly(rank, options, hold, close):
-    options = of_rank(rank, options)
-    assert_same(*(trained(rank, scanned, options, hold) for scanned in (True, False)), *close)
+@on_each_rank(3)
+def test_equals_blocks_wrapped_singly(rank):
+    """no_sync changes nothing but the bytes sent."""
+    assert_same(*(trained(rank, scanned, {}, True) for scanned in (True, False)), 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +145,6 @@ def test_equals_blocks_wrapped_singly(rank, options, hold, close):
     [
         (2, ROWS, False, 0.0),
         slow(2, BFLOAT16, True, 0.0),
-        slow(4, HYBRID, False, 0.0),
-        slow(4, {"reshard_after_forward": 2}, False, 0.0),
         # XLA on a CPU fuses, and so rounds, some of it otherwise: 7.5291286 for 7.5291281.
         slow(4, {"reshard_after_forward": 2}, True, 1e-5),
     ],
@@ -236,11 +223,11 @@ def test_state_dicts_are_those_of_blocks_wrapped_singly(rank):
 
 
 class Small(nn.Module):
-    def __init__(self, width=4, bias=True, eps=1e-5, number=0, relu=False, double=False):
+    def __init__(self, width=4, bias=True, number=0, relu=False, double=False):
         super().__init__()
         self.number = number
         self.double = double
-        self.norm = nn.LayerNorm(width, eps=eps)
+        self.norm = nn.LayerNorm(width)
         self.act = nn.ReLU() if relu else nn.GELU()
         self.linear = nn.Linear(width, width, bias=bias)
 
@@ -253,15 +240,12 @@ class Small(nn.Module):
 def test_says_what_is_wrong(rank):
     frozen, in_eval = Small(), Small().eval()
     frozen.norm.bias.requires_grad_(False)
-    double = Small(bias=False).to(torch.float64)
     trainable = "norm.bias: parameter of shape (4,), float32, trainable in block"
     for blocks, options, expected in (
         ([], {}, "at least one block"),
         ([3], {}, "block 0 must be a torch.nn.Module, got int"),
         ([Small(), Small(relu=True)], {}, "act: GELU in block 0, ReLU in block 1"),
-        ([Small(), Small(), Small(eps=1e-6)], {}, "norm.eps: 1e-05 in block 0, 1e-06 in block 2"),
         ([Small(), Small(bias=False)], {}, "linear.bias: parameter of shape (4,), float32"),
-        ([Small(bias=False), double], {}, "float64, trainable in block 1"),
         ([Small(), frozen], {}, trainable),
         ([Small(), in_eval], {}, "training: True in block 0, False in block 1"),
         ([Small(number=0), Small(number=1)], {}, "number: 0 in block 0, 1 in block 1"),

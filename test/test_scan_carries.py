@@ -1,69 +1,64 @@
 """What loops of scanned blocks carry: parts of parameters, hooks, and inputs stored on the host."""
 
+import functools
+import re
+
 import pytest
-import test_comm_hooks
 import torch
 import torch_xla
 from on_ranks import finish_step, on_each_rank, raises, without_ranks
 from planned import training_step
-from small_models import Computes, hybrid, trace_as_on_tpu
-from test_comm_hooks import RATE, STEPS, assert_close, train
+from small_models import Block, Computes, hybrid, trace_as_on_tpu
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import checkpoint_module, comm_hooks, full_state_dict, plan, scan_blocks
 
-WIDTH, DEPTH = 12, 3
+DEPTH, STEPS, RATE = 3, 3, 0.1
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 16)
-        self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.down = nn.Linear(16, WIDTH)
-
-    def forward(self, x, scale):
-        return x + scale * self.down(torch.tanh(self.frozen(self.up(self.norm(x)))))
+def build(around=lambda blocks: nn.Sequential(*blocks)):
+    torch.manual_seed(4)
+    first, blocks = nn.Linear(5, 12), around([Block() for _ in range(DEPTH)])
+    return Computes(lambda self, x: self.blocks(self.first(x)), first=first, blocks=blocks)
 
 
-class Model(nn.Module):
-    def __init__(self, scanned=False, **options):
-        super().__init__()
-        torch.manual_seed(4)
-        self.first = nn.Linear(5, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.scale = nn.Parameter(torch.ones(()))
-        if scanned:
-            self.blocks = scan_blocks(list(self.blocks), **options)
-
-    def forward(self, x):
-        x = self.first(x)
-        if not isinstance(self.blocks, nn.ModuleList):
-            return self.blocks(x, self.scale)
-        for block in self.blocks:
-            x = block(x, self.scale)
-        return x
+def scanned(**options):
+    return build(functools.partial(scan_blocks, **options))
 
 
 def batch(rank, step):
     return torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def unsharded(ranks, mean):
-    return test_comm_hooks.unsharded(ranks, mean, Model, batch)
+def unsharded(ranks, change=lambda gradient: gradient):
+    """Weights after training with means over the ranks of what ``change`` makes of gradients."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        own = []
+        for rank in range(ranks):
+            model.zero_grad()
+            model(batch(rank, step)).square().mean().backward()
+            own.append([change(parameter.grad) for parameter in model.parameters()])
+        for parameter, *gradients in zip(model.parameters(), *own, strict=True):
+            parameter.grad = sum(gradients) / ranks
+        optimizer.step()
+    return {name: value.detach() for name, value in model.named_parameters()}
 
 
-def exact(step, name, gradients):
-    return sum(gradients) / len(gradients)
+def assert_close(found, expected, tolerance=2e-4):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10)
 
 
 def sharded(rank, hook=None, state=None, over="all", **options):
-    model = FSDP(Model(True, **options), **options)
+    model = FSDP(scanned(**options), **options)
     if hook is not None:
         model.register_comm_hook(state, hook, over)
-    train(rank, model, batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in range(STEPS):
+        model(batch(rank, step).to("xla")).square().mean().backward()
+        finish_step(optimizer)
     return full_state_dict(model, rank0_only=False)
 
 
@@ -71,7 +66,7 @@ def sharded(rank, hook=None, state=None, over="all", **options):
 @on_each_rank(2)
 def test_hooks_reduce_in_the_loop(rank):
     trace_as_on_tpu()
-    expected = unsharded(2, exact)
+    expected = unsharded(2)
     plain = sharded(rank)
     torch.testing.assert_close(sharded(rank, comm_hooks.reduce_scatter_hook), plain, rtol=0, atol=0)
     assert_close(plain, expected)
@@ -86,26 +81,24 @@ def test_hooks_reduce_in_the_loop(rank):
         seen.append(bucket.names)
         return bucket.reduce(bucket.buffer().clamp(-limit, limit))
 
-    def mean(step, name, gradients):
-        return exact(step, name, [gradient.clamp(-0.02, 0.02) for gradient in gradients])
-
-    assert_close(sharded(rank, clipped, 0.02), unsharded(2, mean))
-    scanned = [names for names in seen if any(name.startswith("blocks.") for name in names)]
-    assert any("blocks.up.weight" in names for names in scanned)
-    assert len(set(scanned)) * STEPS == len(scanned)  # once a backward
+    limited = unsharded(2, lambda gradient: gradient.clamp(-0.02, 0.02))
+    assert_close(sharded(rank, clipped, 0.02), limited)
+    in_loop = [names for names in seen if any(name.startswith("blocks.") for name in names)]
+    assert any("blocks.up.weight" in names for names in in_loop)
+    assert len(set(in_loop)) * STEPS == len(in_loop)  # once a backward
 
 
 @pytest.mark.slow
 @on_each_rank(4)
 def test_hooks_reduce_over_replicas(rank):
     replicas = sharded(rank, comm_hooks.bf16_compress_hook, over="replicas", **hybrid(rank))
-    assert_close(replicas, unsharded(4, exact), 2**-5)
+    assert_close(replicas, unsharded(4), 2**-5)
 
 
 @on_each_rank(1)
 def test_a_hook_that_stores_gradients_of_the_loop_raises(rank):
     def backward(hook, state):
-        model = FSDP(Model(True))
+        model = FSDP(scanned())
         model.blocks.register_comm_hook(state, hook)
         model(batch(0, 0).to("xla")).square().mean().backward()
 
@@ -125,33 +118,22 @@ def test_a_hook_that_stores_gradients_of_the_loop_raises(rank):
         torch_xla.sync()  # what was kept has values, if no sensible ones
 
 
-WIDE, BLOCKS = 256, 4
+@on_each_rank(4)
+def test_a_backward_gathers_among_the_ranks_that_store_a_part(rank):
+    trace_as_on_tpu()
+    model = FSDP(scanned(reshard_after_forward=2))
+    model(batch(rank, 0).to("xla")).sum().backward()
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo([p.grad for p in model.blocks.parameters()])
+    groups = re.findall(r" all-gather\(.*replica_groups=(\S+),", hlo)
+    assert groups.count("{{0,1},{2,3}}") == 1 and groups.count("{{0,1,2,3}}") > 1, groups
 
 
-def _scanned():
-    layers = [nn.Sequential(nn.Linear(WIDE, WIDE, bias=False), nn.Tanh()) for _ in range(BLOCKS)]
-    options = {"compute_dtype": torch.bfloat16, "reshard_after_forward": 2}
-    return FSDP(nn.Sequential(nn.Linear(WIDE, WIDE), scan_blocks(layers, **options)))
+def trained(rank, in_loop, offload, prefetch=False):
+    def checkpointed(blocks):
+        blocks = (checkpoint_module(block, offload=offload) for block in blocks)
+        return nn.Sequential(*map(FSDP, blocks))
 
-
-@pytest.mark.slow
-@without_ranks
-def test_the_loops_on_the_tpu_compiler():
-    options = {"cache": False, "progress": False}
-    report = plan(training_step(_scanned, 8, 128, WIDE), "v5litepod-8", ranks=[0, 7], **options)
-    assert report.executables == 1
-    inside = [one for one in report.schedule.collectives if one.times == BLOCKS]
-    matrix = WIDE * WIDE * 2  # bytes, in bfloat16
-    gathers = [one for one in inside if one.kind == "all-gather"]
-    sent = {(one.phase, one.group_size): one.wire_bytes for one in gathers}
-    assert sent == {("forward", 8): matrix * 7 // 8, ("backward", 2): matrix // 2}, sent
-
-
-def trained(rank, scanned, offload, prefetch=False):
-    model = Model(scanned, **({"offload": offload, "prefetch": prefetch} if scanned else {}))
-    if not scanned:
-        blocks = (checkpoint_module(block, offload=offload) for block in model.blocks)
-        model.blocks = nn.ModuleList(map(FSDP, blocks))
+    model = scanned(offload=offload, prefetch=prefetch) if in_loop else build(checkpointed)
     model = FSDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):
@@ -167,12 +149,12 @@ def trained(rank, scanned, offload, prefetch=False):
 @on_each_rank(2)
 def test_values_are_those_without(rank, on_tpu):
     trace_as_on_tpu(on_tpu)
-    expected = unsharded(2, exact)
-    for scanned in (True, False):
-        found = trained(rank, scanned, True)
+    expected = unsharded(2)
+    for in_loop in (True, False):
+        found = trained(rank, in_loop, True)
         assert_close(found, expected)
         if not on_tpu:  # the same program
-            torch.testing.assert_close(found, trained(rank, scanned, False), rtol=0, atol=0)
+            torch.testing.assert_close(found, trained(rank, in_loop, False), rtol=0, atol=0)
     assert_close(trained(rank, True, True, prefetch=True), expected)
 
 
@@ -184,7 +166,7 @@ def test_what_is_offloaded_and_what_is_refused(rank):
 
     class Masked(Block):
         def forward(self, x, mask, *, odd=None):
-            return super().forward(x * mask, 1.0) + (0 if odd is None else odd.sum())
+            return super().forward(x * mask) + (0 if odd is None else odd.sum())
 
     torch.manual_seed(0)
     block = Masked().to("xla")
@@ -202,7 +184,7 @@ def test_what_is_offloaded_and_what_is_refused(rank):
     with torch.no_grad():
         block(x, mask)
     single = scan_blocks([Block()], offload=True)
-    single(x, 1.0).sum().backward()
+    single(x).sum().backward()
     torch_xla.sync()
     assert all(p.grad is not None for p in single.parameters() if p.requires_grad)
     for wrong in (lambda: checkpoint_module(block, offload=1), lambda: scan_blocks([], offload=1)):

@@ -1,13 +1,9 @@
 """Which blocks ``scan_blocks`` takes for equal: those that are known to be, and no others."""
 
 import collections
-import dataclasses
-import enum
 import functools
 import threading
-import weakref
 
-import numpy as np
 import pytest
 import torch
 from on_ranks import on_each_rank
@@ -29,19 +25,9 @@ class Slots:
         self.scale = scale
 
 
-@dataclasses.dataclass
-class Half:
-    scale: float = dataclasses.field(compare=False)
-
-
 class AlwaysEqual(Settings):
     def __eq__(self, other):
         return True
-
-
-class Kind(enum.Enum):
-    LARGE = 3.0
-    SMALL = 2.0
 
 
 class Double(nn.Module):
@@ -59,21 +45,12 @@ def having(one, **attributes):
     return one
 
 
-def nested(scale):
-    inner = lambda x: scale * x  # noqa: E731
-    return lambda x: inner(x)
-
-
 def cached(scale):
     @functools.lru_cache
     def call(x):
         return scale * x
 
     return call
-
-
-class Number(float):
-    """A number with an attribute."""
 
 
 class Block(nn.Module):
@@ -87,38 +64,26 @@ class Block(nn.Module):
 DECIDED = {
     "a number": (float, "inner.value: 2.0 in block 0, 3.0 in block 1"),
     "signs of zero": (lambda scale: 0.0 if scale == 2 else -0.0, "value: 0.0 in block 0, -0.0 in"),
-    "a number of a class": (Number, "inner.value[1]: 2.0 in block 0, 3.0 in block 1"),
-    "a number with an attribute": (lambda scale: having(Number(1), scale=scale), "scale: 2.0 in"),
-    "a scalar of NumPy": (np.float64, "inner.value"),
     "an object": (Settings, "inner.value.scale: 2.0 in block 0, 3.0 in block 1"),
     "an object with slots": (Slots, "scale: 2.0 in block 0, 3.0 in block 1"),
-    "an object that __eq__ leaves something out of": (Half, "inner.value.scale: 2.0"),
     "an object that is equal to all": (AlwaysEqual, "inner.value.scale: 2.0"),
     "an object in itself": (lambda scale: having(one := Settings(scale), me=one), "scale: 2.0 in"),
-    "an enumeration": (Kind, "inner.value"),
-    "a named tuple": (collections.namedtuple("Named", "scale"), "inner.value"),
     "objects in a dict": (lambda scale: {"a": [1, Settings(scale)]}, "inner.value.a[1].scale: 2.0"),
     "keys": (lambda scale: {scale: 1}, "inner.value: 2.0"),
     "a set": (lambda scale: {1.0, scale}, "inner.value: 2.0"),
     "an ordered dict": (lambda scale: collections.OrderedDict(a=scale), "2.0 in block 0"),
-    "a deque": (lambda scale: collections.deque([scale]), "2.0 in block 0"),
     "a closure": (lambda scale: lambda x: scale * x, "scale in inner.value: 2.0 in block 0, 3.0"),
-    "a closure in a closure": (nested, "scale in inner in inner.value: 2.0"),
     "a default": (lambda scale: lambda by=scale: by, "the defaults of inner.value[0][0]: 2.0"),
-    "a partial function": (lambda scale: functools.partial(scaled, scale=scale), "2.0 in block 0"),
     "a method": (lambda scale: AlwaysEqual(scale).__eq__, "inner.value.scale: 2.0"),
     "a tensor": (lambda scale: torch.tensor([1.0, scale]), "inner.value: a tensor of shape (2,)"),
     "an attribute of a tensor": (lambda scale: having(torch.ones(2), scale=scale), "scale: 2.0 in"),
-    "a NumPy array": (lambda scale: np.full(3, scale, dtype=np.float32), "inner.value"),
     "a module that is not registered": (lambda scale: [nn.Dropout(scale / 10)], ".p: 0.2 in"),
 }
 # Two of these cannot be told apart, nor be known to be equal.
 UNDECIDED = {
     "a lock": lambda scale: threading.Lock(),
     "an object without anything": lambda scale: object(),
-    "a weak reference": lambda scale: weakref.ref(Settings(scale)),
     "a cached function": cached,
-    "a generator": lambda scale: iter(range(3)).__reduce__ and (x for x in range(3)),
     "a tensor without values": lambda scale: torch.empty(3, device="meta"),
     "a sparse tensor": lambda scale: torch.eye(2).to_sparse(),
 }

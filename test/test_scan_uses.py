@@ -9,7 +9,6 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, raises
 from small_models import Computes
-from test_scan import Model
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -307,19 +306,6 @@ def test_values_of_the_forward_are_taken(rank):
         assert len(calls) == 2
     # d/dx of (c x)^2 with c = 2 is 2 c x c; what is kept has c = 1, its graph c = 2.
     assert slopes == [24.0, 12.0]
-
-
-@on_each_rank(2)
-def test_in_a_model(rank):
-    found = []
-    for keep in ((), ("up", "down", "norm")):
-        torch.manual_seed(3)
-        model = Model(lambda blocks, keep=keep: scan_blocks(blocks, keep=keep))
-        model = FSDP(model)
-        model(torch.ones(2, 4, 5).to("xla")).square().sum().backward()
-        found.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
-        assert model.state_dict()["blocks.1.count"].item() == 1
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
 
 
 @on_each_rank(1)

@@ -29,7 +29,7 @@ from torch import nn
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
-from xla_fsdp import always_wrap_policy, register_fsdp_forward_method, scan_blocks
+from xla_fsdp import register_fsdp_forward_method, scan_blocks
 from xla_fsdp.optim import LAMB, LARS, Adafactor
 
 
@@ -160,19 +160,16 @@ def test_loss_scaling_asks_all_ranks(rank):
         torch_xla.sync()
         return {name: p.detach().cpu() for name, p in model.named_parameters()}
 
-    own, torchs = xla_fsdp.ShardedGradScaler, functools.partial(torch.amp.GradScaler, "xla")
     rows = {"shard_param_on_dim_0": True}  # no rank has padding alone
     host = {"cpu_offload": xla_fsdp.CPUOffload()}  # rank 1 has only padding of the first parameter
-    for kind, bad, options, fused in [
-        (own, None, rows, False), (own, 0, rows, False), (own, 1, rows, False),
-        (torchs, None, rows, False), (torchs, 1, rows, False),
-        (own, None, host, False), (own, 0, host, False),
-        (own, None, host, True), (own, 0, host, True),
+    for bad, options, fused in [
+        (None, rows, False), (0, rows, False), (1, rows, False),
+        (None, host, False), (0, host, False), (None, host, True), (0, host, True),
     ]:  # fmt: skip
         model, plain = wrapped(mlp(), **options), mlp()
         mine = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
         theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-        scaler = kind(init_scale=8.0, growth_interval=1)
+        scaler = xla_fsdp.ShardedGradScaler(init_scale=8.0, growth_interval=1)
         before = values(model)
         scaler.scale(mean_square(model, here(rank))).backward()
         if rank == bad:
@@ -274,19 +271,10 @@ def test_parameters_of_another_unit(rank, rows):
     raises(AttributeError, "has no method .decode.", register_fsdp_forward_method, model, "decode")
     register_fsdp_forward_method(plain, "encode")  # of no effect
 
-    torch.manual_seed(3)
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    plain = copy.deepcopy(attention)
-    x = torch.randn(2, 3, 8)
-    model = FSDP(nn.Sequential(attention), auto_wrap_policy=always_wrap_policy)
-    model = model[0]
-    model(*[x.to("xla")] * 3)[0].square().sum().backward()
-    plain(x, x, x)[0].square().sum().backward()
-    assert_same_gradients(model, plain)
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     attention.out_proj = FSDP(attention.out_proj)
     with pytest.raises(RuntimeError, match="needs parameter 'out_proj.weight'"):
-        FSDP(attention)(*[x.to("xla")] * 3)
+        FSDP(attention)(*[torch.ones(2, 3, 8).to("xla")] * 3)
 
 
 @on_each_rank(2)
@@ -599,8 +587,6 @@ def parameters_gone_through_in_a_forward(rank):
     x = torch.ones(2, WIDE).to("xla")
     penalties = (
         lambda model: sum(p.norm() for p in model.parameters()),
-        lambda model: sum(p.square().sum() for n, p in model.named_parameters() if "inside" in n),
-        lambda model: sum(p.abs().sum() for p in model.inside.parameters()),
         lambda model: sum(
             p.norm() for m in model.modules() for p in m._parameters.values() if p is not None
         ),
@@ -719,10 +705,8 @@ def moves_and_fails(self, x):
 VECTORS, SIGNALS = torch.ones(2, 4), torch.ones(2, 3, 8)
 ON_THE_CPU = {
     "conv1d": (lambda: nn.Conv1d(3, 4, 3), [SIGNALS]),
-    "conv2d": (lambda: nn.Conv2d(3, 4, 3), [torch.ones(2, 3, 8, 8)]),
     "linear": (lambda: nn.Linear(4, 4), [VECTORS]),
     "embedding": (lambda: nn.Embedding(4, 4), [torch.tensor([1, 2])]),
-    "norm": (lambda: nn.BatchNorm1d(4), [VECTORS]),
     "lstm": (lambda: nn.LSTM(4, 4), [torch.ones(2, 2, 4)]),
     "attention": (lambda: nn.MultiheadAttention(4, 2), [VECTORS] * 3),
     "checkpointed": (lambda: xla_fsdp.checkpoint_module(nn.Conv1d(3, 4, 3)), [SIGNALS]),
@@ -760,9 +744,6 @@ def test_inputs_on_the_cpu(rank):
 CONVOLUTIONS = {
     "one pixel": (lambda: nn.Conv2d(1, 1, 1), torch.ones(1, 1, 2, 2)),
     "float64": (lambda: nn.Conv2d(3, 4, 3).double(), torch.ones(2, 3, 8, 8, dtype=torch.float64)),
-    "dilated": (lambda: nn.Conv2d(1, 2, 3, dilation=2), torch.ones(1, 1, 16, 16)),
-    "transposed": (lambda: nn.ConvTranspose2d(1, 1, 2), torch.ones(1, 1, 4, 4)),
-    "3d": (lambda: nn.Conv3d(1, 1, 1), torch.ones(1, 1, 2, 2, 2)),
 }
 
 

@@ -221,13 +221,8 @@ def test_full_state_is_what_the_module_makes_of_it(rank, form):
         later = hooked_afterwards if name == "nothing of its own" else lambda model: model
         expected = later(built(name, 1)).state_dict()
         model = later(wrap(built(name, 1), form))
-        parameters = list(model.parameters())
         same(full_state_dict(model, rank0_only=False), expected)
-        there = full_state_dict(model, rank0_only=False, offload_to_cpu=False)
-        assert all(v.device.type == "xla" for v in there.values() if isinstance(v, torch.Tensor))
         same(full_state_dict(copy.deepcopy(model), rank0_only=False), expected)
-        only = full_state_dict(model)
-        assert only == {} if rank else list(only) == list(expected)
 
         for everywhere in (True, False):
             given = later(built(name, 2)).state_dict()

@@ -1,6 +1,7 @@
 """What is traced once: the first time, for each shape; and that nothing else changes by it."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -66,13 +67,11 @@ def test_a_program_under_way_does_not_disturb():
                 raise RuntimeError("Check failed: param_id.has_value(): Parameter ID must exist")
             return self.real.device_parameter_id_tensor_mapping()
 
-    original, xlac.LoweringContext = xlac.LoweringContext, Context
-    try:
-        once, function, calls = counted(World.current())
-        x, y = (torch.arange(n).float().to("xla") for n in (4, 3))
+    original = xlac.LoweringContext
+    once, function, calls = counted(World.current())
+    x, y = (torch.arange(n).float().to("xla") for n in (4, 3))
+    with mock.patch.object(xlac, "LoweringContext", Context):
         doubled, _ = once("f", function, [x, y], "key")
-    finally:
-        xlac.LoweringContext = original
     assert made == ["f", "f"] and len(calls) == 1
     assert doubled.cpu().tolist() == [3, 5, 7]
 
