@@ -187,13 +187,6 @@ def test_answers_that_are_no_node_and_no_description(preflight, api):
         assert "--discovery_url" in refusal(preflight()), answer
 
 
-def test_api_endpoint_is_asked_instead_of_the_described_one(preflight, api):
-    with TpuApi() as other:
-        lines(preflight("--api_endpoint", other.url), 0)
-    assert [path.partition("?")[0] for path, _ in api.asked] == ["/discovery"]
-    assert other.asked_for_node() == 1
-
-
 def test_zone_and_project_are_those_of_gcloud_and_of_this_machine(preflight, api):
     env = {"CLOUDSDK_COMPUTE_ZONE": "us-central2-b", "CLOUDSDK_CORE_PROJECT": "lab"}
     lines(preflight(where=(), env=env), 0)

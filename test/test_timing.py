@@ -137,9 +137,8 @@ def test_published_measurements():
     assert 0.95 < 100 * MB * 15 / 16 / ring / 90e9 < 1
 
 
-@pytest.mark.parametrize("kind", [GATHER, "reduce-scatter", REDUCE, "all-to-all"])
-def test_one_rank_takes_nothing(kind):
-    assert collective_seconds(collective(kind, 1 << 20, [(0,), (1,)]), V5E) == 0
+def test_one_rank_takes_nothing():
+    assert collective_seconds(collective(GATHER, 1 << 20, [(0,), (1,)]), V5E) == 0
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "collective-permute"])
