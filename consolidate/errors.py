@@ -13,6 +13,10 @@ class UnreadableFileError(CheckpointError):
     """A file is truncated, corrupt, of another format, or not permitted to be read."""
 
 
+class NotAFolderError(UnreadableFileError):
+    """A file is where a folder is expected."""
+
+
 class UnsafeFileError(CheckpointError):
     """Reading a file could run code, or access other files. Nothing in it was executed."""
 

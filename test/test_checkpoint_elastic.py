@@ -198,6 +198,9 @@ def test_what_does_not_fit_the_model_is_named_on_every_rank(rank, size, folder):
     with pytest.raises(ModelMismatchError, match="with another scheduler, not StepLR"):
         run.load(folder)
     assert run.optimizer.param_groups[0]["lr"] == 0.5
+    run.scheduler = run.optimizer
+    with pytest.raises(TypeError, match="must be a learning rate scheduler, got a"):
+        run.load(folder, strict=False)
     run.scheduler = saved
     if rank == 1:
         run.model.module.head.weight = torch.nn.Parameter(torch.zeros(2, 2, device="xla"))

@@ -83,6 +83,13 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(rank, size, folder
             xla_fsdp.save_checkpoint(folder, run.model, **options)
     with pytest.raises(TypeError, match="must be a torch.optim.Optimizer, got SGD_"):
         xla_fsdp.save_checkpoint(folder, run.model, type("SGD_", (), {})(), step=1)
+    for scheduler, message in (
+        (run.optimizer, "scheduler must be a learning rate scheduler, got a Adam"),
+        (run.model, "scheduler must be a learning rate scheduler, got a "),
+        (object(), r"scheduler must have a state_dict\(\), got a object"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            xla_fsdp.save_checkpoint(folder, run.model, run.optimizer, scheduler, step=1)
     foreign = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1)
     with pytest.raises(errors.ModelMismatchError, match="Create the optimizer after wrapping"):
         xla_fsdp.save_checkpoint(folder, run.model, foreign, step=1)
@@ -99,10 +106,11 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(rank, size, folder
     Path(folder, "file").write_text("not of a checkpoint")
     for path, kind in (
         (folder + "/nothing", errors.CheckpointNotFoundError),
+        (folder + "/file", errors.NotAFolderError),
         (folder, errors.IncompleteCheckpointError),
     ):
         with pytest.raises(kind if rank == 0 else errors.OtherRankError):
-            run.load(path)
+            run.load(path, missing_ok=kind is errors.NotAFolderError)
     assert _names(folder) == ["file"]
 
 

@@ -272,8 +272,9 @@ def _require_done(command: list[str], what: str) -> None:
         lines = (done.stderr or done.stdout).strip().splitlines()
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
         raise UnusableCompilerError(
-            f"{what} failed with {command[0]} ({to_one_line('; '.join(errors), 300)}): check the "
-            "network and the package index, or pass another --python"
+            f"{what} failed with {command[0]} ({to_one_line('; '.join(errors), 300)}): check "
+            "whether the folder can be written and the package index be reached, or pass another "
+            "--folder or --python"
         )
 
 

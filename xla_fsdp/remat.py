@@ -48,11 +48,13 @@ def checkpoint_module(module: nn.Module, *, offload: bool = False) -> nn.Module:
             otherwise the compiler raises an error. No effect on other devices.
 
     Raises:
-        TypeError: ``offload`` is not a bool.
+        TypeError: ``offload`` is not a bool, or ``module`` not a module.
         RuntimeError: in the backward, if the recomputation saves other tensors than the forward
             did.
     """
     flag("offload", offload)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {module!r}. Pass the module")
     forward = module.forward
     if isinstance(forward, _CheckpointedForward):
         forward = forward.original

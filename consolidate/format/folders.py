@@ -15,7 +15,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CheckpointNotFoundError, IncompleteCheckpointError
+from ..errors import CheckpointNotFoundError, IncompleteCheckpointError, NotAFolderError
 from . import manifest
 from .store import Store, join, open_store
 
@@ -66,7 +66,7 @@ def has_manifest(store: Store, folder: str) -> bool:
         if manifest.NAME not in store.list(folder):
             return False
         return store.renames or manifest.is_ended(store, join(folder, manifest.NAME))
-    except CheckpointNotFoundError:  # it is a file, or was just removed
+    except (CheckpointNotFoundError, NotAFolderError):  # it is a file, or was just removed
         return False
 
 
@@ -97,7 +97,7 @@ def resolve_checkpoint(path: Any, step: int | None = None) -> tuple[Store, str]:
     if place is not None:
         return store, join(folder, place.name)
     if not store.is_folder(folder):
-        raise CheckpointNotFoundError(f"{folder}: is not a folder. Pass a checkpoint folder.")
+        raise CheckpointNotFoundError(f"{folder}: does not exist. Pass a checkpoint folder.")
     raise IncompleteCheckpointError(
         f"{folder}: has no {manifest.NAME}, and no folder step-... that has one. It is not a "
         "checkpoint, or its save did not finish. Use another checkpoint."

@@ -11,7 +11,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 
-from ..errors import CheckpointNotFoundError, OutputError, UnreadableFileError
+from ..errors import CheckpointNotFoundError, NotAFolderError, OutputError, UnreadableFileError
 
 _CLOSED = -1
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -218,8 +218,10 @@ def _writing(path: str) -> Iterator[None]:
 def _reading(path: str) -> Iterator[None]:
     try:
         yield
-    except (FileNotFoundError, NotADirectoryError) as error:
+    except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"{path}: does not exist") from error
+    except NotADirectoryError as error:
+        raise NotAFolderError(f"{path}: is a file or in one, expected a folder") from error
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise UnreadableFileError(f"{path}: is a symbolic link, expected a file") from error

@@ -52,7 +52,8 @@ def open_legacy(
     paths = sorted(glob.glob(glob.escape(prefix) + suffix))
     if not paths:
         raise CheckpointNotFoundError(
-            f"{prefix}{suffix}: no file matches. Check the prefix and the suffix."
+            f"{prefix}{suffix}: no file matches, and {prefix} is no folder of a checkpoint. "
+            "Check the prefix and the suffix."
         )
     ranks = []
     for path in paths:

@@ -74,6 +74,22 @@ class Contents:
         return replace(self, items=copied)
 
 
+def require_scheduler(scheduler: Any, *methods: str) -> None:
+    """Raises TypeError for a model, an optimizer, or another object without ``methods``."""
+    if isinstance(scheduler, (torch.nn.Module, torch.optim.Optimizer)):
+        raise TypeError(
+            f"scheduler must be a learning rate scheduler, got a {type(scheduler).__name__}, whose "
+            "state differs on each rank, and only that of rank 0 would be saved. Save it with its "
+            "own save_checkpoint, in another folder."
+        )
+    missing = [name for name in methods if not hasattr(scheduler, name)]
+    if scheduler is not None and missing:
+        raise TypeError(
+            f"scheduler must have a {missing[0]}(), got a {type(scheduler).__name__}. Pass a "
+            "scheduler with that method, or None."
+        )
+
+
 def list_contents(
     model: Any, optimizer: Any, scheduler: Any, step: int, extra: Any, random: DeviceRandomState
 ) -> Contents:
@@ -81,11 +97,7 @@ def list_contents(
     inventory = make_inventory(model)
     require_values(units_in(model), "saving was called")
     first = inventory.rank == 0
-    if scheduler is not None and not hasattr(scheduler, "state_dict"):
-        raise TypeError(
-            f"scheduler must have a state_dict(), got {type(scheduler).__name__}. Pass a scheduler "
-            "with that method, or None."
-        )
+    require_scheduler(scheduler, "state_dict")
     described: Optimizer | None = None
     states: list[OptimizerStateShard] = []
     if optimizer is not None:

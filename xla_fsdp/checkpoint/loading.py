@@ -25,7 +25,7 @@ from ..consolidate.format.dtypes import DTYPES
 from ..consolidate.format.manifest import NAME, Optimizer, Tensor, parameter_key, state_key
 from ..consolidate.format.reader import ShardedCheckpoint
 from ..consolidate.format.store import join
-from .contents import RNG_TORCH, RNG_XLA
+from .contents import RNG_TORCH, RNG_XLA, require_scheduler
 from .inventory import ParameterShard, make_inventory
 from .matching import Number, OptimizerMatch, OptimizerState, match_model, match_optimizer
 from .optimizer_state import members_of_groups
@@ -144,6 +144,7 @@ def prepare_load(
     weights: bool = True,
 ) -> Prepared:
     """Matches and reads everything for ``load_checkpoint``, and changes nothing."""
+    require_scheduler(scheduler, "state_dict", "load_state_dict")
     manifest, label, source = reader.checkpoint.manifest, reader.checkpoint.folder, reader.source
     for what, value, saved in (
         ("an optimizer", optimizer, manifest.optimizer),
@@ -221,11 +222,6 @@ def _require_alike(scheduler: Any, saved: dict[str, Any], label: str) -> None:
 
     Another torch version may only add or only remove fields, so two kinds differ in both.
     """
-    if not hasattr(scheduler, "state_dict") or not hasattr(scheduler, "load_state_dict"):
-        raise TypeError(
-            "scheduler must have a state_dict() and a load_state_dict(), got "
-            f"{type(scheduler).__name__}"
-        )
     own = scheduler.state_dict()
     if not isinstance(own, dict):
         return

@@ -164,13 +164,13 @@ def register(units: Sequence[Unit], state: object, hook: Hook, over: str) -> Non
     for unit in units:
         if over == "replicas" and unit.world.replicas == 1:
             raise ValueError(
-                f"over='replicas' needs replicas, but {unit.title!r} has none. Wrap with "
+                f"over='replicas' needs replicas, but {unit.title} has none. Wrap with "
                 "replication_groups or a device_mesh of two dimensions, or register the hook with "
                 "over='all'"
             )
         if unit.comms.hook is not None:
             raise RuntimeError(
-                f"{unit.title!r} already has a communication hook, and a unit can have one. "
+                f"{unit.title} already has a communication hook, and a unit can have one. "
                 "Register the hook once, on the outermost wrapper"
             )
     for unit in units:

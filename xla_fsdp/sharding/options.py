@@ -5,6 +5,7 @@ To add an option, add a field to :class:`FSDPOptions`, a line to its docstring, 
 
 from __future__ import annotations
 
+import difflib
 import enum
 import inspect
 import operator
@@ -356,8 +357,10 @@ class FSDPOptions:
                     f"{f'Pass {instead}' if instead else 'Leave it out'}, or wrap with "
                     "XlaFullyShardedDataParallel"
                 )
+            near = difflib.get_close_matches(name, signature.parameters, 1)
+            meant = f"Did you mean {near[0]}? " if near else ""
             raise TypeError(
-                f"{entry} has no option {name!r}, got {name}={value!r}. Its options are "
+                f"{entry} has no option {name!r}, got {name}={value!r}. {meant}Its options are "
                 f"{', '.join(signature.parameters)}"
             )
         return cls(**signature.bind(*args, **given).arguments)

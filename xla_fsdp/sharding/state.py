@@ -194,7 +194,7 @@ class FSDPState(Unit):
     def require_not_summoned(self) -> None:
         if self.summoned:
             raise RuntimeError(
-                f"the forward of {self.title!r} was called within summon_full_params or apply. "
+                f"the forward of {self.title} was called within summon_full_params or apply. "
                 "Leave that context first: a forward gathers its parameters itself"
             )
 
@@ -387,7 +387,7 @@ class FSDPState(Unit):
             self.reset_after_failure()
         elif self.active is not None and self._cache_is_stale():
             raise RuntimeError(
-                f"parameters of {self.title!r} were changed by an optimizer step or a load after "
+                f"parameters of {self.title} were changed by an optimizer step or a load after "
                 "unshard() gathered them, so the gathered values are old. Call unshard() again"
             )
         return self.active is not None
@@ -410,7 +410,7 @@ class FSDPState(Unit):
             held.require_full_unchanged()
         except RuntimeError as error:
             raise RuntimeError(
-                f"a parameter of {self.title!r} was changed between unshard() and reshard(), but "
+                f"a parameter of {self.title} was changed between unshard() and reshard(), but "
                 "the full parameter is a temporary copy, so the change would be lost. Change "
                 "parameters within "
                 "xla_fsdp.XlaFullyShardedDataParallel.summon_full_params(model)"

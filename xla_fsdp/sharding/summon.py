@@ -106,7 +106,7 @@ def full_params_of(unit: FSDPState) -> list[torch.Tensor]:
     held = unit.active
     if held is None and unit.tensors:
         raise RuntimeError(
-            f"full_params of {unit.title!r} are not available: this rank has only its shards "
+            f"full_params of {unit.title} are not available: this rank has only its shards "
             "(sharded_params) now. Read full parameters within FSDP.summon_full_params(model), or "
             "in the forward. If torch.jit read them, give it a model that is not wrapped, with the "
             "values that xla_fsdp.full_state_dict(model) returns"
@@ -138,11 +138,11 @@ def _require_possible(
         unit.reset_after_failure()
         if unit.summoned:
             raise RuntimeError(
-                f"parameters of {unit.title!r} are summoned already. Leave that context first"
+                f"parameters of {unit.title} are summoned already. Leave that context first"
             )
         if with_grads and any(tensor.unreduced for tensor in unit.tensors):
             raise RuntimeError(
-                f"with_grads=True, but gradients of {unit.title!r} are not reduced yet. Run a "
+                f"with_grads=True, but gradients of {unit.title} are not reduced yet. Run a "
                 "backward outside of no_sync first, or call zero_grad()"
             )
     outside = find_sharded_outside(module, units) if recurse else None

@@ -128,7 +128,8 @@ class Unit:
 
     @property
     def title(self) -> str:
-        return self.comms.label.rstrip(".") or "the wrapper"
+        """For messages: its quoted name, if that is known."""
+        return repr(self.comms.label.rstrip(".")) if self.comms.label else "the wrapper"
 
     @property
     def shards(self) -> list[nn.Parameter]:

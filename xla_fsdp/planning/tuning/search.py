@@ -331,7 +331,7 @@ class Search:
         if found is not None and found.extrapolated and times <= 1 + _EQUAL:
             return "not compiled with all blocks: the budget was spent"
         if found is not None:
-            as_fast = "as your own step" if best is None else ", and further from the defaults"
+            as_fast = " as your own step" if best is None else ", and further from the defaults"
             slower = f"{times:.2f} times the time of the best"
             return slower if times > 1 + _EQUAL else f"as fast{as_fast}"
         if times * self._certainty(settings) >= 1:
