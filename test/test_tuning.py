@@ -226,6 +226,9 @@ def test_an_own_step_is_the_answer_unless_settings_are_faster():
     assert " times the time of your own step" in str(found).splitlines()[0]
     # Of a larger batch a sample is what counts.
     assert with_own(seconds=10.0, batch=10**6)[1].settings is None
+    alike = with_own(seconds=found.best.measured.seconds)[1]
+    assert alike.settings is None
+    assert "as fast as your own step" in [trial.rejected for trial in alike.trials]
 
 
 def test_an_own_step_that_does_not_fit_says_by_how_much():
