@@ -320,7 +320,7 @@ def test_wrong_names_are_refused(rank):
     x = torch.ones(4).to("xla").requires_grad_()
     for keep, match in (
         ("idle", r"must be names, such as \('idle',\)"),
-        (["iddle"], "keep='iddle', but the forward of a block does not call iddle"),
+        (["iddle"], "keep='iddle' is not a submodule of the blocks.*attention, idle"),
         (["idle"], "keep='idle', but the forward of a block does not call"),
         (["attention"], "does not call scaled_dot_product_attention of xla_fsdp"),
         (["pair"], "keep='pair', but Pair returns tuple instead of a"),

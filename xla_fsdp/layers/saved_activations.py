@@ -34,10 +34,10 @@ class SavedActivations:
     @contextlib.contextmanager
     def over(self, block: nn.Module) -> Iterator[None]:
         """Within, calls of ``block`` in this thread record or reuse values."""
+        named = [name for name in self.names if name != ATTENTION]
         handles = [
-            module.register_forward_hook(partial(self._of_module, name))
-            for name, module in block.named_modules(remove_duplicate=False)
-            if name in self.names - {ATTENTION}
+            block.get_submodule(name).register_forward_hook(partial(self._of_module, name))
+            for name in named
         ]
         token = _current.set(self)
         try:
@@ -48,7 +48,7 @@ class SavedActivations:
                 handle.remove()
 
     def require_all_called(self) -> None:
-        """Raises ValueError for a name that did not occur: no module has it, or none is called."""
+        """Raises ValueError for a name that did not occur, which would silently be recomputed."""
         for name in sorted(self.names - self.met):
             what = "scaled_dot_product_attention of xla_fsdp.layers" if name == ATTENTION else name
             raise ValueError(

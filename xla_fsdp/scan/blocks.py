@@ -119,6 +119,9 @@ class ScannedBlocks(XlaFullyShardedDataParallel):
             "x = blocks(x)"
         )
 
+    def __iter__(self) -> NoReturn:
+        self.__getitem__(0)
+
     def extra_repr(self) -> str:
         return f"blocks={len(self)}, {super().extra_repr()}"
 

@@ -15,6 +15,7 @@ from ..collectives.host_data import LARGE, fake_cpu_tensor
 from ..collectives.order import Order, after
 from ..collectives.world import World
 from ..layers import linear
+from ..layers.saved_activations import ATTENTION
 from ..names import dotted, is_wrapper
 from ..ranks.rank import is_simulated_rank
 from ..sharding.building import Builder, own_shard
@@ -279,6 +280,12 @@ class ScanBuilder(Builder):
         described = describe(block)
         if self._template is None:
             self._template, self._described = block, described
+            known = {ATTENTION, *(name for name, _ in block.named_modules() if name)}
+            if unknown := [name for name in self.options.keep if name not in known]:
+                raise ValueError(
+                    f"keep={unknown[0]!r} is not a submodule of the blocks. Allowed are "
+                    f"{', '.join(sorted(known))}"
+                )
         require_same(self._described, described, number)
         return block
 
