@@ -137,7 +137,7 @@ def test_a_bad_value_raises_in_every_entry_point(rank):
     for value in ([3], 3):
         with pytest.raises(TypeError, match=r"ignore must be names, such as \('mlp.up',\)"):
             entry_points()[SCAN](ignore=value)
-    raises(TypeError, "'Linear' object is not iterable", xla_fsdp.scan_blocks,
+    raises(TypeError, "blocks must be an iterable of modules, got Linear", xla_fsdp.scan_blocks,
            nn.Linear(4, 4))  # fmt: skip
     raises(ValueError, "module is an empty list", xla_fsdp.fully_shard, [])
     for policy in (nn.Linear, lambda module: True, transformer_auto_wrap_policy):

@@ -224,6 +224,10 @@ class ScanBuilder(Builder):
         self._seen: dict[nn.Parameter, int] = {}
 
     def build(self, blocks: Iterable[nn.Module]) -> ScanUnit:
+        if not isinstance(blocks, Iterable):
+            raise TypeError(
+                f"blocks must be an iterable of modules, got {type(blocks).__name__}. Pass a list"
+            )
         checked: Iterable[nn.Module] = (
             self._checked(block, number) for number, block in enumerate(blocks)
         )
