@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 
 def overrides_dispatch(kind: type[torch.Tensor]) -> bool:
@@ -21,11 +22,15 @@ def map_tensors(
 ) -> Any:
     """``value`` with ``fn`` applied to every ``leaf`` in it.
 
-    Visits mappings, lists, (named) tuples, sets and dataclass instances, which keep their types.
-    Returns an unchanged container itself.
+    Visits mappings, lists, (named) tuples, sets, dataclass instances and ``PackedSequence``, which
+    keep their types. Returns an unchanged container itself.
     """
     if isinstance(value, leaf):
         return fn(value)
+    if isinstance(value, PackedSequence):
+        # Lengths and permutations must keep dtype and device.
+        data = map_tensors(fn, value.data, leaf)
+        return value if data is value.data else value._replace(data=data)
     if isinstance(value, Mapping):
         items = {key: map_tensors(fn, item, leaf) for key, item in value.items()}
         return value if _same(items.values(), value.values()) else _rebuilt(value, items)
@@ -34,7 +39,7 @@ def map_tensors(
         new = [map_tensors(fn, item, leaf) for item in old]
         if _same(new, old):
             return value
-        return value._make(new) if hasattr(value, "_make") else type(value)(new)
+        return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         old_fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         fields = {name: map_tensors(fn, item, leaf) for name, item in old_fields.items()}
