@@ -58,7 +58,7 @@ size:
 # The site, in site/: docs/ and the docstrings. A warning fails it. Pages open from the folder;
 # search needs a server: python3 -m http.server -d site
 docs: install
-	PATH="$(CURDIR)/.venv/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	PATH="$(abspath $(VENV))/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 bench: install
 	$(PY) -m benchmarks.planned
