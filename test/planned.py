@@ -2,6 +2,14 @@
 
 import torch
 
+from xla_fsdp.planning.protobuf import message_classes
+
+_MESSAGES = {
+    "Module": ["computations Computation* 3"],
+    "Computation": ["instructions Instruction* 2"],
+    "Instruction": ["name bytes 1", "opcode bytes 2", "shape bytes 3"],
+}
+
 
 def training_step(make, *shape):
     """Builds a model and trains it once on values of this shape."""
@@ -16,3 +24,14 @@ def training_step(make, *shape):
         return loss
 
     return step
+
+
+def described(program):
+    """What a traced program reads and computes, for the difference that a failed test shows."""
+    module = message_classes("xla_fsdp.described", _MESSAGES)["Module"].FromString(program.hlo)
+    instructions = [
+        f"{one.name.decode()} {one.opcode.decode()} {one.shape.hex()}"
+        for computation in module.computations
+        for one in computation.instructions
+    ]
+    return program.arguments, dict(program.donated), instructions

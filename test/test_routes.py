@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from on_ranks import on_each_rank, raises
+from planned import described
 
 from xla_fsdp.collectives.routes import (
     Rings,
@@ -16,9 +17,57 @@ from xla_fsdp.collectives.routes import (
     routes_for,
 )
 from xla_fsdp.collectives.world import World
-from xla_fsdp.tpu.topology import resolve
+from xla_fsdp.tpu.topology import resolve, slice_names
 
 MB = 10**6
+
+
+def members(groups):
+    return {rank: group for group in groups for rank in group}
+
+
+def scattered(route, size):
+    """The parts that each rank holds the sum of after a reduce-scatter, and from how many ranks."""
+    held = [(range(size), frozenset({rank})) for rank in range(size)]
+    for groups in route.stages:
+        group_of = members(groups)
+        before = list(held)
+        for rank in range(size):
+            group = group_of[rank]
+            parts = before[rank][0]
+            assert all(before[other][0] == parts for other in group)
+            share = len(parts) // len(group)
+            at = group.index(rank) * share
+            held[rank] = parts[at : at + share], frozenset().union(*(before[o][1] for o in group))
+    before = list(held)
+    for source, target in route.moves:
+        held[target] = before[source]
+    return held
+
+
+def gathered(route, size):
+    held = [(rank,) for rank in range(size)]
+    for source, target in route.moves:
+        held[source] = (target,)
+    for groups in reversed(route.stages):
+        group_of, before = members(groups), list(held)
+        held = [sum((before[other] for other in group_of[rank]), ()) for rank in range(size)]
+    return held
+
+
+SMALL = [name for name in slice_names() if resolve(name).devices <= 128]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_way_leaves_part_r_at_rank_r(name):
+    slice = resolve(name)
+    size = slice.devices
+    ways = Routes(slice).all("all-gather", MB)
+    assert len({way.stages for way in ways}) == len(ways)
+    for way in ways:
+        parts = [range(r, r + 1) for r in range(size)]
+        assert scattered(way, size) == [(part, frozenset(range(size))) for part in parts]
+        assert gathered(way, size) == [tuple(range(size))] * size
 
 
 def collectives(rank, name):
@@ -106,16 +155,17 @@ def test_what_is_no_slice_has_no_routes(kind):
 
 
 def test_ranks_of_a_planned_slice_share_a_program(elsewhere):
-    first, last = (elsewhere(fingerprint_on, rank, "v5litepod-64") for rank in (0, 63))
-    assert first == last != elsewhere(fingerprint_on, 0, None)
+    first, last = (elsewhere(program_on, rank, "v5litepod-64") for rank in (0, 63))
+    for one, other in zip(first, last, strict=True):
+        assert one == other
+    assert last != elsewhere(program_on, 0, None)
 
 
-def fingerprint_on(rank, name):
+def program_on(rank, name):
     from torch import nn
 
     import xla_fsdp
     from xla_fsdp.planning.tracing.step import trace_step
-    from xla_fsdp.planning.tracing.traced import fingerprint
 
     def step():
         model = xla_fsdp.XlaFullyShardedDataParallel(nn.Linear(2048, 2048))
@@ -123,7 +173,8 @@ def fingerprint_on(rank, name):
         model(torch.randn(2, 2048).to("xla")).sum().backward()
         optimizer.step()
 
-    return fingerprint(trace_step(step, rank, 64, name and resolve(name)).program.hlo)
+    program = trace_step(step, rank, 64, name and resolve(name)).program
+    return *described(program), program.fingerprint
 
 
 def test_a_caller_may_have_them_as_the_compiler_does():
