@@ -168,14 +168,30 @@ def test_the_same_step_is_not_compiled_again(rank):
     assert counts[3] == counts[1]
 
 
-def dropped():
-    weight = nn.Parameter(torch.ones(4096))
-    return Computes(lambda self, x: F.dropout(x, 0.5) * self.weight, weight=weight)
+@torch.library.custom_op("xla_fsdp_test::half_kept", mutates_args=())
+def half_kept(x: torch.Tensor) -> torch.Tensor:
+    """A user's operator, which draws and whose ranks wait for each other."""
+    kept = xm.all_reduce(xm.REDUCE_SUM, torch.ones_like(x)) / torch_xla.runtime.world_size()
+    return kept * 2 * (torch.rand_like(x) < 0.5)
 
 
+DROPS = {"torch": lambda x: F.dropout(x, 0.5), "own": lambda x: x * half_kept(x.detach())}
+
+
+@pytest.mark.parametrize("drops", DROPS)
 @on_each_rank(2)
-def test_each_block_draws_for_itself_and_the_backward_draws_the_same(rank):
+def test_each_block_draws_for_itself_and_the_backward_draws_the_same(rank, drops):
     found = []
+    even = torch.arange(4096, device="xla") % 2 == 0
+
+    def dropped():
+        def forward(self, x):
+            x = DROPS[drops](x) * self.weight
+            x[even] *= 1  # reads the mask, which has a value, on the host
+            return x
+
+        return Computes(forward, weight=nn.Parameter(torch.ones(4096)))
+
     for prefetch in (False, True):
         blocks = scan_blocks((dropped() for _ in range(2)), prefetch=prefetch)
         xm.set_rng_state(7 + rank)

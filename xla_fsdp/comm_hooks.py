@@ -6,7 +6,15 @@ from typing import NoReturn
 
 import torch
 
-from .sharding.comm_hook import GradBucket as GradBucket
+from .sharding.comm_hook import GradBucket
+
+__all__ = [
+    "GradBucket",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+    "reduce_scatter_hook",
+]
 
 _WIDE = (torch.float32, torch.float64)
 _REMOVED = ("PowerSGDState", "powerSGD_hook")  # for one release
@@ -27,8 +35,10 @@ def reduce_scatter_hook(state: None, bucket: GradBucket) -> torch.Tensor:
     return bucket.reduce()
 
 
-allreduce_hook = reduce_scatter_hook
-"""torch's name for modules that are not sharded."""
+def allreduce_hook(state: None, bucket: GradBucket) -> torch.Tensor:
+    """The default reduction; torch's name for modules that are not sharded."""
+    _require_no_state("allreduce_hook", state)
+    return bucket.reduce()
 
 
 def bf16_compress_hook(state: None, bucket: GradBucket) -> torch.Tensor:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Described = dict[str, Any]
 
-_MACHINERY = frozenset(vars(nn.Module())) - {"training", "_non_persistent_buffers_set"}
+_MACHINERY = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -58,6 +58,9 @@ def describe(block: nn.Module) -> Described:
             for name, tensor in tensors.items():
                 own = dotted(path, name)
                 found[own] = None if tensor is None else _tensor(kind, tensor, first, own)
+        for name in module._buffers:
+            if name in module._non_persistent_buffers_set:
+                found[f"persistence of {dotted(path, name)}"] = False
         require_no_hooks(path, module)
         if isinstance(module, nn.RNNBase):
             raise ValueError(
@@ -425,12 +428,16 @@ class _ForbidFallbacks(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace != "xla":  # its collectives have an order
-            described = _describe_argument((args, tuple(kwargs.items())))
+        if func.namespace in ("aten", "prims"):  # others may have effects, such as collectives
+            arguments = args, tuple(kwargs.items())
+            described = _describe_argument(arguments)
             # Random operators count draws, so that every trace must try them.
             draws = torch.Tag.nondeterministic_seeded in func.tags
             reads = (_reads.__wrapped__ if draws else _reads)(func, described)
-            if reads and inputs_of(xla_tensors((args, kwargs))) & self._given:
+            # It may read only arguments that have values.
+            tensors = xla_tensors((args, kwargs)) if reads else ()
+            given = {id(one) for one in tensors if inputs_of([one]) & self._given}
+            if given and _reads.__wrapped__(func, _describe_argument(arguments, given)):
                 does = f"calls {func}, which torch_xla computes on the host"
                 raise self._error(does, "compute with other operators")
         return func(*args, **kwargs)
@@ -440,11 +447,12 @@ class _Described(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    known: bool = False  # has a value outside of the loop
 
     def tensor(self, has_value: bool) -> torch.Tensor:
         """Such a tensor: zeros, or one for which XLA raises when it computes it."""
         zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        if has_value or self.device.type != "xla":
+        if has_value or self.known or self.device.type != "xla":
             return zeros
         # No version of calls is 0.
         (number,) = xlac.custom_call([zeros], "no_value", [[]], [torch.bool], False, "", 0, {})
@@ -452,12 +460,16 @@ class _Described(NamedTuple):
         return torch.where(number, zeros, torch.ones_like(zeros))
 
 
-def _describe_argument(value: Any) -> Any:
-    """``value`` without the values of tensors, hashable. 1, 1.0 and True differ."""
+def _describe_argument(value: Any, given: set[int] | None = None) -> Any:
+    """``value`` without the values of tensors, hashable. 1, 1.0 and True differ.
+
+    ``given``: ids of the tensors without a value; default: all.
+    """
     if isinstance(value, torch.Tensor):
-        return _Described(value.shape, value.dtype, value.device)
+        known = given is not None and id(value) not in given
+        return _Described(value.shape, value.dtype, value.device, known)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_describe_argument, value))
+        return tuple(_describe_argument(one, given) for one in value)
     return type(value), value
 
 
