@@ -103,7 +103,7 @@ def test_sizes(text, size):
     if size is not None:
         assert parse_size(text) == size
         return
-    with pytest.raises(errors.OptionsError, match="size"):
+    with pytest.raises(errors.OptionsError, match="max_shard_size: .*like 5GB"):
         parse_size(text)
 
 

@@ -62,6 +62,7 @@ def test_what_is_no_trace_is_refused(tmp_path, capsys):
         said = capsys.readouterr().err
         assert f"{folder}: has no trace" in said and said.count("\n") == 1
     assert main([str(tmp_path / "nowhere.json")]) == 2
+    assert "Pass one that Report.save wrote" in capsys.readouterr().err
     assert main([str(tmp_path / "plan.json")]) == 0
     assert capsys.readouterr().out == f"{make()}\n"
 

@@ -48,10 +48,10 @@ def parse_size(text: str | int) -> int:
     """``"5GB"`` is 5 * 10**9, ``"5GiB"`` is 5 * 2**30, ``"5"`` is 5. Raises OptionsError."""
     found = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*", str(text))
     if not found or found[2].lower() not in _UNITS:
-        raise OptionsError(f"{text!r:.40} is not a size like 5GB, 500MB or 2GiB")
+        raise OptionsError(f"max_shard_size: {text!r:.40} is not a size like 5GB, 500MB or 2GiB")
     size = int(float(found[1]) * _UNITS[found[2].lower()])
     if size < 1:
-        raise OptionsError(f"{text!r:.40} is less than one byte, expected a size like 5GB")
+        raise OptionsError(f"max_shard_size: {text!r:.40} is below 1 byte. Pass a size like 5GB")
     return size
 
 

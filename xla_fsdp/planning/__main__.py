@@ -6,6 +6,7 @@ Exit codes: 0 success; 2 wrong usage, or a file that cannot be read.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     flags = parser.parse_args(argv)
     try:
+        if not os.path.isfile(flags.plan):
+            raise ValueError(f"{flags.plan} is no file. Pass one that Report.save wrote")
         report = Report.load(flags.plan)
         shown = report.compare_trace(flags.trace) if flags.trace else report
         print(shown)
