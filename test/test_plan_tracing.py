@@ -118,6 +118,21 @@ def test_what_was_there_before_is_untouched():
 
 
 @without_ranks
+def test_views_from_outside_are_no_outputs():
+    """A view of a device tensor is computed when it is read, so a step does not return it."""
+    alone = trace_step(_step(), 1, 8).program
+    for make in (
+        lambda base: [base[2:7]],
+        lambda base: [one.view(3, 4) for one in nn.Parameter(base).split([12, 12])],
+        lambda base: [torch.stack([base, base]).t(), base.expand(2, 24), base.detach()],
+    ):
+        views, values = (make(torch.arange(24.0).to(device)) for device in ("xla", "cpu"))
+        assert trace_step(_step(), 1, 8).program.fingerprint == alone.fingerprint
+        for view, value in zip(views, values, strict=True):
+            assert torch.equal(view.cpu(), value)
+
+
+@without_ranks
 def test_reads_leave_the_rest_of_the_step_alone():
     """Guards against NaN, losses that are logged, masks: the program stays the whole step."""
 
