@@ -133,6 +133,24 @@ def test_views_from_outside_are_no_outputs():
 
 
 @without_ranks
+def test_frozen_objects_are_found():
+    """Python's garbage collector does not list what ``gc.freeze`` froze."""
+    programs = []
+    for freeze in (lambda: None, gc.freeze):
+        model = nn.Linear(16, 16).to("xla")
+        stepper = torch.optim.SGD(model.parameters(), lr=0.5)
+        x = torch.ones(2, 16).to("xla")
+        freeze()
+
+        def step(model=model, stepper=stepper, x=x):
+            model(x).sum().backward()
+            stepper.step()
+
+        programs.append(trace_step(step, 0, 1).program)
+    assert sorted(programs[0].donated) and programs[0].fingerprint == programs[1].fingerprint
+
+
+@without_ranks
 def test_reads_leave_the_rest_of_the_step_alone():
     """Guards against NaN, losses that are logged, masks: the program stays the whole step."""
 

@@ -35,18 +35,19 @@ class LiveTensors:
     """Finds every XLA tensor that Python references, with gradients.
 
     A search through all objects is slow, so those that exist at the start are frozen
-    (``gc.freeze``) until :meth:`close`. :meth:`all` includes ``before``, the tensors of the start,
-    not ``saved``.
+    (``gc.freeze``) until :meth:`close`, or for good if the caller froze some. :meth:`all` includes
+    ``before``, the tensors of the start, not ``saved``.
     """
 
     def __init__(self) -> None:
+        self._keeps_frozen = gc.get_freeze_count() > 0
+        if self._keeps_frozen:
+            gc.collect()  # else garbage would be frozen too
+            gc.unfreeze()  # Python does not list frozen objects
         self.before = _with_gradients(self._found())
         self.saved = [SavedValue(tensor) for tensor in self.before]
         self._hidden = {id(one.data) for one in self.saved}
-        # Objects that someone else froze would look alike.
-        self._freezes = gc.get_freeze_count() == 0
-        if self._freezes:
-            gc.freeze()
+        gc.freeze()
 
     def all(self) -> list[torch.Tensor]:
         new = [tensor for tensor in self._found() if id(tensor) not in self._hidden]
@@ -55,7 +56,7 @@ class LiveTensors:
     def close(self) -> None:
         self.before, self.saved = [], []
         gc.collect()
-        if self._freezes:
+        if not self._keeps_frozen:
             gc.unfreeze()
 
     @staticmethod
