@@ -84,7 +84,7 @@ OLDEST := $(VENV)/oldest-hf/bin/python
 $(VENV)/oldest-hf/installed: $(VENV)/installed test/oldest-hf.txt
 	$(PY) -m venv --clear --without-pip $(VENV)/oldest-hf
 	path() { $$1 -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
-	  echo "import site; site.addsitedir('$$(path $(CURDIR)/$(PY))')" > "$$(path $(OLDEST))/venv.pth"
+	  echo "import site; site.addsitedir('$$(path $(realpath $(VENV))/bin/python)')" > "$$(path $(OLDEST))/venv.pth"
 	$(PY) -m uv pip install --compile-bytecode --no-deps --python $(OLDEST) -r test/oldest-hf.txt \
 	  || $(PY) -m pip --python $(OLDEST) install --no-deps -r test/oldest-hf.txt
 	touch $@
