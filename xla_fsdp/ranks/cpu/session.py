@@ -403,7 +403,6 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
     if not devices:
         return
     gc.collect()
-    frozen = gc.get_freeze_count() > 0
     gc.unfreeze()  # Python does not list frozen objects
     lost = [
         value
@@ -415,8 +414,6 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
         and str(value.device) in devices
         and xlac.are_pending([value])[0]
     ]
-    if frozen:
-        gc.freeze()
     for device in sorted(devices):
         xlac.forget_pending(device)
     for tensor in lost:
