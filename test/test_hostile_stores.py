@@ -108,12 +108,10 @@ def refused(store, tmp_path, kind, words, **lies):
 
 
 PIECES = {
-    "nothing": (lambda data: b"", UnreadableFileError, f"{RANK_1}: ends at byte 0, expected"),
     "half": (lambda data: data[: len(data) // 2], UnreadableFileError, f"{RANK_1}: ends at byte"),
     "all of it": (lambda data: data * 3, UnreadableFileError, f"{RANK_1}: the store sent .* but"),
     "zeros": (lambda data: bytes(len(data)), CorruptFileError, f"{RANK_1}: bytes 0 to .* not th"),
     "no bytes": (lambda data: None, UnreadableFileError, f"{RANK_1}: .* sent a NoneType, exp"),
-    "text": (lambda data: "x" * len(data), UnreadableFileError, f"{RANK_1}: .* sent a str, exp"),
 }
 
 
@@ -126,7 +124,7 @@ def test_what_is_sent_is_not_what_was_saved(store, tmp_path, what):
     refused(store, tmp_path, wrong, "manifest.json", cat_file=of("manifest.json", lie))
 
 
-SIZES = [-1, 0, 7, 1 << 20, 1 << 29, 1 << 62, None, "12", 1.5, True, float("nan")]
+SIZES = [-1, 7, 1 << 29, 1 << 62, None, 1.5, True]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -145,17 +143,12 @@ def test_sizes_that_are_not_true(store, tmp_path, name, size):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    "lie",
-    [
-        lambda found, path: [*found, f"{path}/..", f"{path}/../..", "..", "/", ""],
-        lambda found, path: [*found, "/etc/passwd", "/etc/step-00000009", "C:\\step-00000008"],
-        lambda found, path: [*found, f"{path}/../../other/step-00000007", "step-00000006/../x"],
-        lambda found, path: [*found, f"{path}/step-99999999999999999999", f"{path}/step-1\n"],
-        lambda found, path: [*found, *found, *(f"{path}/step-{n:08d}" for n in range(50, 90))],
-    ],
-)
-def test_names_that_lead_elsewhere_or_to_nothing(store, tmp_path, lie):
+def test_names_that_lead_elsewhere_or_to_nothing(store, tmp_path):
+    def lie(found, path):
+        outside = [f"{path}/..", "..", "/", "", "/etc/step-00000009", "C:\\step-00000008"]
+        outside += [f"{path}/../../other/step-00000007", "step-00000006/../x"]
+        return [*found, *found, *outside, f"{path}/step-{'9' * 20}", f"{path}/step-00000005"]
+
     asked = []
 
     def seen(found, path):
@@ -188,12 +181,7 @@ def test_listings_of_what_was(store, tmp_path):
     refused(store, tmp_path, CheckpointNotFoundError, f"{RANK_1}: does not exist", ls=stale)
 
 
-FAILURES = (
-    OSError(5, "Input/output error"),
-    RuntimeError("HTTP 503\nmore"),
-    KeyError("x"),
-    EOFError(),
-)
+FAILURES = OSError(5, "Input/output error"), RuntimeError("HTTP 503\nmore"), EOFError()
 
 
 @pytest.mark.parametrize(
