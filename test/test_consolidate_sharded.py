@@ -11,7 +11,6 @@ from checkpoint_files import forged
 from consolidating import (
     SUFFIX,
     assert_equal,
-    assert_same,
     expected_state_dict,
     loaded,
     rank_files,
@@ -166,14 +165,6 @@ def test_extra_state(tmp_path):
     assert json.loads(metadata_of(tmp_path / "m.safetensors")["extra_state"]) == extra
 
 
-def test_newest_step(tmp_path):
-    small_checkpoint(tmp_path / "run" / "step-00000007", step=7, seed=1)
-    model, _ = small_checkpoint(tmp_path / "run" / "step-00000012", step=12, seed=2)
-    (tmp_path / "run" / "step-00000013").mkdir()
-    consolidate_checkpoint(tmp_path / "run", tmp_path / "model.safetensors")
-    assert_equal(load_file(tmp_path / "model.safetensors"), untied(model))
-
-
 def test_default_places(tmp_path):
     small_checkpoint(tmp_path / "ckpt")
     for options, name in [
@@ -210,15 +201,6 @@ def test_options_that_do_not_fit(tmp_path, monkeypatch, options, said):
     with pytest.raises(errors.OptionsError, match=said):
         consolidate_checkpoint(**{"path": "ckpt", **options})
     assert {path.name for path in tmp_path.iterdir()} == {"bare", "ckpt"}
-
-
-def test_verify(tmp_path, capsys):
-    small_checkpoint(tmp_path / "ckpt")
-    before = sorted(tmp_path.rglob("*"))
-    code, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt", "--verify")
-    assert (code, err, len(out)) == (0, [], 1)
-    assert out[0].startswith(f"verified {tmp_path}/ckpt: step 7, 3 ranks, digests, 8 parameters, ")
-    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_damage_is_found_and_nothing_written(tmp_path, capsys):
@@ -274,12 +256,12 @@ def test_any_range_of_elements(tmp_path, monkeypatch, limit):
             checkpoint.read("s", begin, end)
 
 
-@pytest.mark.parametrize("wrong", [5, {"on": "host"}, {"value": {"$": "code", "of": "x"}}])
-def test_single_values_that_are_none(tmp_path, wrong):
+def test_a_single_value_that_is_none(tmp_path):
     small_checkpoint(tmp_path / "ckpt")
     with forged(tmp_path / "ckpt") as body:
-        body["optimizer"]["state"]["fc.bias"]["single"]["a"] = wrong
-    words = "fc.bias.*state 'a'|state 'a' of 'fc.bias'"
+        single = body["optimizer"]["state"]["fc.bias"]["single"]
+        single["a"] = {"value": {"$": "code", "of": "x"}}
+    words = "state 'a' of 'fc.bias'"
     with pytest.raises(errors.InvalidMetadataError, match=words):
         consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "o", format="pth", optimizer=True)
     assert not (tmp_path / "o").exists()
@@ -291,21 +273,6 @@ def test_a_name_that_safetensors_has_for_itself(tmp_path):
         consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.safetensors")
     consolidate_checkpoint(tmp_path / "ckpt", tmp_path / "m.pth")
     assert loaded(tmp_path / "m.pth").keys() == {"__metadata__", "../../x"}
-
-
-def test_random_models(tmp_path):
-    pick = np.random.default_rng(5)
-    dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
-    for number in range(10):
-        model = {}
-        for index in range(pick.integers(1, 8)):
-            shape = pick.integers(0, 40, pick.integers(0, 4)).tolist()
-            dtype = dtypes[pick.integers(len(dtypes))]
-            model[f"p{index}"] = (torch.randn(shape) * 9).to(dtype)
-        folder = tmp_path / str(number)
-        write_checkpoint(folder, model, world_size=int(pick.integers(1, 9)))
-        consolidate_checkpoint(folder, f"{folder}.pth")
-        assert_same(loaded(f"{folder}.pth"), model)
 
 
 def values_of(path):
@@ -372,7 +339,11 @@ def test_reshard_by_the_command(tmp_path, capsys):
     code, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "run", "--reshard", 4)
     assert (code, len(out)) == (0, 1)
     assert out[0].startswith(f"wrote {tmp_path}/run_of_4: 8 parameters (")
-    assert verify_checkpoint(tmp_path / "run_of_4").startswith(f"verified {tmp_path}/run_of_4: ")
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "run_of_4", "--verify")
+    said = f"verified {tmp_path}/run_of_4: step 7, 4 ranks, digests, 8 parameters, "
+    assert (code, err) == (0, []) and out[0].startswith(said)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 _CONVERTS = [("--dtype", "float16"), ("--format", "pth"), ("--max_shard_size", "5GB")]
