@@ -220,12 +220,14 @@ def test_damage_is_found_and_nothing_written(tmp_path, capsys):
 def test_what_the_command_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, _ = small_checkpoint(tmp_path / "ckpt")
-    code, out, err = run_cli(capsys, "--ckpt_prefix", "ckpt", "--save_path", "m.safetensors")
+    command = "--ckpt_prefix", "ckpt", "--save_path", "m.safetensors"
+    code, out, err = run_cli(capsys, *command)
     size = (tmp_path / "m.safetensors").stat().st_size
     elements = sum(t.numel() for n, t in untied(model).items() if not n.startswith("norm."))
     said = f"wrote m.safetensors: 8 parameters ({elements} elements), {size} bytes"
     assert (code, out) == (0, [said])
     assert err == ["found step 7 of 3 ranks in ckpt", "assembled 8 parameters"]
+    assert run_cli(capsys, *command)[:2] == (0, ["up to date: m.safetensors"])
     _, out, err = run_cli(capsys, "--ckpt_prefix", "ckpt", "--format", "pth", "--progress")
     assert any("write: 100%" in line for line in err) and len(out) == 1
 
