@@ -313,8 +313,13 @@ def test_world_size_of_state_dicts():
 
 @pytest.mark.parametrize(
     "content",
-    [{"epoch": 3}, [1, 2], {"consolidated": 1, "shard_metadata": {}}],
-    ids=["dict", "list", "marker-and-metadata"],
+    [
+        {"epoch": 3},
+        [1, 2],
+        {"consolidated": 1, "shard_metadata": {}},
+        {"model": [1], "shard_metadata": {}},
+    ],
+    ids=["dict", "list", "marker-and-metadata", "no-state-dict"],
 )
 def test_foreign_file(tmp_path, capsys, content):
     prefix, foreign = save(rank_files(small_model(), 2), tmp_path), path_of(tmp_path, 7, 2)
@@ -456,9 +461,3 @@ def test_metadata_that_contradicts_itself(tmp_path, capsys, damage):
     files = rank_files(small_model(), 2)
     damage(files[1])
     refused(capsys, tmp_path, files, errors.InvalidMetadataError, path_of(tmp_path, 1, 2))
-
-
-def test_model_that_is_no_state_dict(tmp_path, capsys):
-    files = rank_files(small_model(), 2)
-    files[1]["model"] = [1]
-    refused(capsys, tmp_path, files, errors.ForeignFileError, path_of(tmp_path, 1, 2))
