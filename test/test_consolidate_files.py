@@ -451,6 +451,7 @@ DAMAGES = {
     "members-none": about("parameters", "nothing", "members", value=[]),
     "member-without-name": about(*BLOCK, "members", 0, "names", value=[]),
     "members-overlap": about(*BLOCK, "members", 3, "offset", value=11),
+    "members-gap": about(*BLOCK, "members", 0, "offset", value=1),
     "name-twice": about(*BLOCK, "members", 1, "names", value=["block.fc.weight"]),
     "dtype-not-a-dtype": about("buffers", "norm.mean", value="nn"),
 }
