@@ -10,8 +10,9 @@ from zoo import Zoo, batches, loss_of
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import fully_shard
 
-WRAPPINGS = ("none", "root", "nested", "flat", "rows", "auto")
+WRAPPINGS = ("none", "root", "nested", "flat", "rows", "in place")
 
 
 def wrapped(kind: str, model: torch.nn.Module, **options) -> torch.nn.Module:
@@ -22,8 +23,10 @@ def wrapped(kind: str, model: torch.nn.Module, **options) -> torch.nn.Module:
     if kind == "nested":
         for number, block in enumerate(model.blocks):
             model.blocks[number] = FSDP(block, **options)
-    if kind == "auto":
-        options["auto_wrap_policy"] = xla_fsdp.always_wrap_policy
+    if kind == "in place":
+        for block in model.blocks:
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
     cut = {"flatten_parameters": kind == "flat", "shard_param_on_dim_0": kind == "rows"}
     return FSDP(model, **cut, **options)
 

@@ -17,7 +17,7 @@ from faulty_disk import Boundaries, Interrupting, Stopped, in_child, kill
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from xla_fsdp.consolidate.errors import CheckpointError, OutputError
+from xla_fsdp.consolidate.errors import OutputError
 from xla_fsdp.consolidate.format import folders
 from xla_fsdp.consolidate.format.local import LocalStore
 from xla_fsdp.consolidate.format.reader import latest_checkpoint
@@ -118,17 +118,6 @@ def test_a_failed_close_closes_no_file_of_another_thread(tmp_path, monkeypatch):
     other.write(b"whole")
     other.close()
     assert (tmp_path / "two").read_bytes() == b"whole"
-
-
-def test_a_file_in_place_of_the_folder(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("precious")
-    for where in (path, path / "below"):
-        with pytest.raises(OutputError, match="file"):
-            save(where, 1, 1.0)
-        with pytest.raises(CheckpointError, match="file"):
-            read_value(where)
-    assert path.read_text() == "precious"
 
 
 def test_things_of_others_are_neither_read_nor_removed(tmp_path):

@@ -115,29 +115,19 @@ def test_a_bit_flipped_in_every_chunk_of_a_larger_file(tmp_path):
         flip(Path(path), number * chunk + 200)
 
 
-def _header_end(path: Path) -> int:
-    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
-
-
 LENGTHS = {
-    "nothing": lambda path: 0,
-    "1 byte": lambda path: 1,
-    "8 bytes": lambda path: 8,
-    "all but the end of the header": lambda path: _header_end(path) - 1,
-    "all of the header": _header_end,
-    "all but the last byte": lambda path: path.stat().st_size - 1,
-    "one byte more": lambda path: path.stat().st_size + 1,
-    "one block more": lambda path: path.stat().st_size + 4096,
+    "nothing": lambda size: 0,
+    "8 bytes": lambda size: 8,
+    "all but the last byte": lambda size: size - 1,
+    "one byte more": lambda size: size + 1,
 }
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("name", ALL_FILES)
+@pytest.mark.parametrize("name", [RANK_FILES[1], NAME])
 def test_another_length(saved, tmp_path, name, length):
-    if name == NAME and "header" in length:
-        length = "8 bytes"
     path = copied(saved["five"], tmp_path) / name
-    os.truncate(path, LENGTHS[length](path))
+    os.truncate(path, LENGTHS[length](path.stat().st_size))
     error = _refused(path.parent)
     assert isinstance(error, CorruptFileError) and str(path) in str(error)
     with pytest.raises(CorruptFileError, match=name):
@@ -185,10 +175,6 @@ def damaged(name, how):
     return change
 
 
-def without(name):
-    return damaged(name, lambda path, size: path.unlink())
-
-
 def adapted(change):
     def changed(folder, saved):
         with forged(folder):
@@ -224,31 +210,6 @@ def lost(rank, *kinds, tensor="linear.weight", names=None):
     return change
 
 
-duplicate = replaced(RANK_FILES[1], "five", RANK_FILES[0])
-
-
-def duplicate_with_another_rank(folder, saved):
-    adapted(duplicate)(folder, saved)
-    return in_header(1, lambda header: header["__metadata__"].update(rank="1"))(folder, saved)
-
-
-def smaller_world(folder, saved):
-    with forged(folder) as body:
-        body["world_size"] = 2
-        body["files"] = body["files"][:2]
-        for rank, record in enumerate(body["files"]):
-            record["name"] = file_name(rank, 2)
-            (folder / RANK_FILES[rank]).rename(folder / record["name"])
-        (folder / RANK_FILES[2]).unlink()
-    return file_name(0, 2), file_name(1, 2), "manifest.json"
-
-
-def folder_of_another_step(folder, saved):
-    shutil.rmtree(folder)
-    shutil.copytree(saved["six"], folder)
-    return NAME
-
-
 def dtype(key, name):
     return in_header(1, lambda header: header[key].update(dtype=name))
 
@@ -262,64 +223,43 @@ def shifted(rank, by, names=None):
     return in_header(rank, change, names)
 
 
+def without_spans(change):
+    """The manifest does not say who stores what, as those of earlier versions."""
+
+    def changed(folder, saved):
+        names = change(folder, saved)
+        with forged(folder) as body:
+            del body["spans"]
+        return names
+
+    return changed
+
+
 def renamed(old, new):
     return in_header(0, lambda header: header.update({new: header.pop(old)}))
 
 
-def described(kind, number, names, **fields):
-    return in_manifest(lambda body: body[kind][number].update(fields), names)
-
-
 EVERY_KIND = ("parameter", "state/exp_avg", "state/exp_avg_sq")
-MEAN = {"tensor": "norm.running_mean"}
-OF_STEP_6 = replaced(RANK_FILES[2], "six")
-OF_OTHER_RUN = replaced(RANK_FILES[1], "other")
-NO_BEGINS = in_header(2, lambda header: header["__metadata__"].pop("begins"))
+BUFFER_SHAPE = in_manifest(lambda body: body["buffers"][0].update(shape=[41]), RANK_FILES)
 VERSION_3 = in_manifest(lambda body: body.update(version=3))
 BY_HAND = {
-    "exchange": (CorruptFileError, exchange),
     "exchange_and_adapt": (MixedSaveError, adapted(exchange)),
-    "duplicate": (CorruptFileError, duplicate),
-    "duplicate_and_adapt": (MixedSaveError, adapted(duplicate)),
-    "duplicate_with_another_rank": (CoverageError, duplicate_with_another_rank),
-    **{f"without_{name}": (MissingRankError, without(name)) for name in RANK_FILES},
-    "stale_rank": (MixedSaveError, replaced(file_name(3, 3), "five", RANK_FILES[0])),
+    "without_a_file": (MissingRankError, damaged(RANK_FILES[2], lambda path, size: path.unlink())),
     "stale_world": (MixedSaveError, replaced(file_name(0, 2), "five", RANK_FILES[0])),
-    "smaller_world": (MixedSaveError, smaller_world),
-    "of_another_step": (CorruptFileError, OF_STEP_6),
-    "of_another_step_and_adapt": (MixedSaveError, adapted(OF_STEP_6)),
-    "of_another_run": (CorruptFileError, OF_OTHER_RUN),
-    "of_another_run_and_adapt": (MixedSaveError, adapted(OF_OTHER_RUN)),
+    "of_another_run": (CorruptFileError, replaced(RANK_FILES[1], "other")),
+    "of_another_run_and_adapt": (MixedSaveError, adapted(replaced(RANK_FILES[1], "other"))),
     "manifest_of_another_step": (MixedSaveError, replaced(NAME, "six")),
     "manifest_of_another_run": (CorruptFileError, replaced(NAME, "other", names=RANK_FILES)),
-    "folder_of_another_step": (MixedSaveError, folder_of_another_step),
     "file_of_another_dtype": (ShardMismatchError, dtype("parameter/linear.weight", "I32")),
     "state_of_another_dtype": (ShardMismatchError, dtype("state/exp_avg/linear.weight", "U32")),
-    "manifest_of_another_dtype": (
-        ShardMismatchError,
-        described("parameters", 1, RANK_FILES, dtype="I32"),
-    ),
-    **{
-        f"manifest_of_another_shape_{shape}": (
-            CoverageError,
-            described("parameters", 1, "weight", shape=shape),
-        )
-        for shape in ([41, 16], [2**40])
-    },
-    "manifest_of_another_buffer_shape": (
-        ShardMismatchError,
-        described("buffers", 0, RANK_FILES, shape=[41]),
-    ),
-    "gap": (CoverageError, shifted(1, 1, RANK_FILES)),
-    "overlap": (CoverageError, shifted(1, -1, RANK_FILES)),
-    "begins_beyond_the_end": (CoverageError, shifted(2, 1)),
-    "begins_of_nothing": (InvalidMetadataError, NO_BEGINS),
-    "lost_piece": (CoverageError, lost(1, *EVERY_KIND, names="linear.weight")),
-    "lost_last_piece": (CoverageError, lost(2, *EVERY_KIND, names="linear.weight")),
+    "manifest_of_another_buffer_shape": (ShardMismatchError, BUFFER_SHAPE),
+    "gap": (CoverageError, without_spans(shifted(1, 1, RANK_FILES))),
+    "overlap": (CoverageError, without_spans(shifted(1, -1, RANK_FILES))),
+    "begins_beyond_the_end": (CoverageError, without_spans(shifted(2, 1))),
+    "lost_last_piece": (CoverageError, without_spans(lost(2, *EVERY_KIND, names="linear.weight"))),
     "lost_state": (CoverageError, lost(1, "state/exp_avg_sq")),
     "lost_parameter_of_a_state": (CoverageError, lost(1, "parameter")),
-    "lost_buffer": (ShardMismatchError, lost(0, "buffer", **MEAN)),
-    "lost_buffer_of_another_rank": (ShardMismatchError, lost(2, "buffer", **MEAN)),
+    "lost_buffer": (ShardMismatchError, lost(2, "buffer", tensor="norm.running_mean")),
     "renamed_parameter": (ShardMismatchError, renamed("parameter/linear.weight", "parameter/x")),
     "of_unknown_kind": (InvalidMetadataError, renamed("buffer/norm.running_mean", "unknown")),
     "of_another_version": (InvalidMetadataError, VERSION_3),
@@ -339,12 +279,6 @@ def test_changed_by_hand(saved, tmp_path, kind, change):
     assert str(folder) in str(error) and _names_one_of(str(error), names), error
 
 
-def symlinked_file(folder, saved):
-    (folder / RANK_FILES[1]).rename(folder / "elsewhere")
-    (folder / RANK_FILES[1]).symlink_to(folder / "elsewhere")
-    return RANK_FILES[1]
-
-
 def useless_random_state(folder, saved):
     """Right digests: it is only found out when somebody uses it."""
     with forged_file(folder, 1) as parts:
@@ -356,11 +290,7 @@ def useless_random_state(folder, saved):
 
 ON_RANKS = {
     **{f"flipped_{n}": damaged(n, lambda path, size: flip(path, size // 2)) for n in ALL_FILES},
-    **{f"cut_{n}": damaged(n, lambda path, size: os.truncate(path, size - 1)) for n in ALL_FILES},
-    "symlinked_file": symlinked_file,
-    "manifest_with_parameters_of_a_group": in_manifest(
-        lambda body: body["optimizer"]["groups"][0]["options"].update(params=[])
-    ),
+    f"cut_{NAME}": damaged(NAME, lambda path, size: os.truncate(path, size - 1)),
     **{name: change for name, (_, change) in BY_HAND.items()},
 }
 
@@ -411,8 +341,3 @@ def test_every_rank_refuses_and_nothing_is_changed(run_ranks, saved, tmp_path, s
         if title in BY_HAND:
             assert own <= {BY_HAND[title][0].__name__, "CoverageError"}, (title, each)
         assert all(_names_one_of(text, name) for _, text in each), (title, each)
-
-
-def test_a_link_to_a_folder_is_followed(saved, tmp_path):
-    (tmp_path / "best").symlink_to(saved["five"])
-    ShardedCheckpoint(tmp_path / "best").verify()

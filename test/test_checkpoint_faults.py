@@ -1,13 +1,11 @@
 """Saving on ranks while things go wrong: if one rank raises, all do, and no checkpoint is lost."""
 
 import os
-import random
-import signal
 import threading
 
 import pytest
 from checkpoint_files import Uniform, read_value
-from faulty_disk import Boundaries, Interrupting, in_child, kill
+from faulty_disk import Interrupting
 from on_ranks import on_each_rank
 
 import xla_fsdp
@@ -211,48 +209,3 @@ def test_paths_that_cannot_be_saved_to(rank, size, folder):
     run.save(f"{folder}/fine", 1, 1.0)
     with open(f"{folder}/file") as file:
         assert file.read() == "precious"
-
-
-def _resume_and_save(rank, root, asynchronous, count):
-    run = Uniform()
-    done = int(run.load(root)) if latest_checkpoint(root) else 0
-    checkpointer = xla_fsdp.AsyncCheckpointer(root, keep_last=1)
-    for step in range(done + 1, done + 1 + count):
-        if asynchronous:
-            run.start(checkpointer, step, float(step))
-            run.set(0.0)
-        else:
-            run.save(root, step, float(step), keep_last=1)
-    checkpointer.close()
-
-
-def _life(root, asynchronous, count, at=None):
-    """One process with three ranks, to be killed at a system call. The signal that ended it."""
-
-    def work():
-        with Boundaries(root, at or 0, kill):
-            xla_fsdp.launch(_resume_and_save, (root, asynchronous, count), SIZE)
-
-    return in_child(work)
-
-
-def _kill_ranks(root, asynchronous, seed):
-    draw, before = random.Random(seed), 0.0
-    for number in range(6):  # two saves are about 180 system calls
-        ended = _life(root, asynchronous, 2, 30 * number + draw.randrange(1, 30))
-        assert ended in (0, signal.SIGKILL)
-        found = latest_checkpoint(root)
-        value = read_value(found) if found else 0.0
-        assert before <= value <= before + 2
-        assert found is None or read_value(root) == value
-        before = value
-    assert before >= 2
-    assert _life(root, asynchronous, 1) == 0
-    assert read_value(root) == before + 1
-    assert os.listdir(root) == [f"step-{int(before) + 1:08d}"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_killed_at_a_random_system_call(forks, tmp_path, asynchronous):
-    forks(_kill_ranks, str(tmp_path / "run"), asynchronous, 3)

@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 from collections import Counter, OrderedDict
-from dataclasses import replace
 from pathlib import Path
 
 import checkpoint_files as files
@@ -18,13 +17,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from sharded_files import everything, small_checkpoint
+from sharded_files import everything
 
 from xla_fsdp.consolidate.errors import CheckpointError, UnsupportedValueError
 from xla_fsdp.consolidate.format import values
 from xla_fsdp.consolidate.format.container import layout, read_container
 from xla_fsdp.consolidate.format.dtypes import DTYPES, tensor_bytes
-from xla_fsdp.consolidate.format.manifest import dump_manifest, load_manifest
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.consolidate.format.strict import read_json, write_json
 
@@ -206,38 +204,9 @@ def edited(data: bytes, changes) -> bytes:
     return data
 
 
-plain = st.none() | st.booleans() | st.integers() | st.text(max_size=4)
-fields = st.fixed_dictionaries(
-    {
-        "save_id": st.text(max_size=4),
-        "step": st.integers(0, 2**63 - 1),
-        "scheduler": plain,
-        "extra": plain,
-        "extra_state": st.none() | st.dictionaries(st.text(max_size=4), plain, max_size=3),
-    }
-)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return Path(files.save(tmp_path_factory.mktemp("fuzz"), 5, 5.0))
-
-
-@pytest.fixture(scope="module")
-def manifests(checkpoint, tmp_path_factory):
-    """The second has tied names, cast buffers and several groups."""
-    folder = tmp_path_factory.mktemp("fuzz") / "small"
-    small_checkpoint(folder)
-    return [ShardedCheckpoint(each).manifest for each in (checkpoint, folder)]
-
-
-@fuzz
-@given(st.integers(0, 1), fields)
-def test_manifests_come_back(manifests, which, fields):
-    manifest = replace(manifests[which], **fields)
-    data = dump_manifest(manifest)
-    found = load_manifest(data, "file")
-    assert found == manifest and dump_manifest(found) == data
 
 
 # Changes of a JSON value at a random place, by a seed for where.

@@ -201,26 +201,8 @@ def test_finished_files_are_kept(tmp_path):
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == expected
 
 
-def test_same_again_is_up_to_date(tmp_path, capsys):
-    small_checkpoint(tmp_path / "ckpt")
-    for name, *options in [
-        ["m.safetensors"],
-        ["m.pth"],
-        ["out", "--optimizer"],
-        ["outs", "--max_shard_size", "1KB"],
-        ["some", "--reshard", "5"],
-    ]:
-        command = ["--ckpt_prefix", tmp_path / "ckpt", "--save_path", tmp_path / name, *options]
-        code, out, _ = run_cli(capsys, *command)
-        assert code == 0 and out[0].startswith(f"wrote {tmp_path / name}: ")
-        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-        code, out, _ = run_cli(capsys, *command)
-        assert (code, out) == (0, [f"up to date: {tmp_path / name}"])
-        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pth", "out", "ranks"])
-def test_a_flipped_bit_in_the_result_is_not_up_to_date(tmp_path, name):
+def test_the_result_is_up_to_date_until_a_bit_is_flipped(tmp_path, name):
     small_checkpoint(tmp_path / "ckpt")
 
     def run():
@@ -229,6 +211,9 @@ def test_a_flipped_bit_in_the_result_is_not_up_to_date(tmp_path, name):
         return consolidate_checkpoint(tmp_path / "ckpt", tmp_path / name)
 
     run()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert run().up_to_date
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     for path in sorted([tmp_path / name] if "." in name else (tmp_path / name).iterdir()):
         right = path.read_bytes()
         step = max(len(right) // 12, 1)
@@ -302,7 +287,6 @@ def test_two_runs_at_once(tmp_path):
     ("save_path", "make", "said"),
     [
         ("m.pth", lambda p: p.symlink_to("elsewhere"), "symbolic link"),
-        ("m.pth", lambda p: p.symlink_to("."), "symbolic link"),
         ("out", lambda p: p.symlink_to("."), "symbolic link"),
         ("m.pth", lambda p: p.symlink_to("ckpt/manifest.json"), "would overwrite the input"),
         ("out", lambda p: p.symlink_to("ckpt"), "would overwrite the input"),
@@ -313,7 +297,6 @@ def test_two_runs_at_once(tmp_path):
         ("out", lambda p: p.write_bytes(b""), "is a file, expected a folder"),
         ("no/m.pth", lambda p: None, "does not exist"),
         ("no/m.pth", lambda p: p.parent.touch(), "no cannot be read: Not a directory"),
-        ("no/there/m.pth", lambda p: p.parent.parent.touch(), "cannot be read: Not a directory"),
         ("..", lambda p: None, "does not name"),
         ("gs://b/m.pth", lambda p: None, "local paths only"),
     ],

@@ -119,14 +119,11 @@ def python(*arguments, **environment):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
 
 
-def run(*arguments, flags=()):
-    return python("-W", "error", *flags, "-m", "xla_fsdp.consolidate", *arguments)
-
-
 def test_command_of_the_readme(tmp_path):
     prefix = write(tmp_path, 4)
     target = tmp_path / "full.pth"
-    done = run("--ckpt_prefix", prefix, "--ckpt_suffix", SUFFIX, "--save_path", target)
+    options = "--ckpt_prefix", prefix, "--ckpt_suffix", SUFFIX, "--save_path", target
+    done = python("-W", "error", "-m", "xla_fsdp.consolidate", *options)
     assert done.returncode == 0, done.stderr
     # 9 parameters: the tied ones are counted once. 15 + 16 + 3 + 4 + 0 + 1 elements.
     size = target.stat().st_size
@@ -134,19 +131,6 @@ def test_command_of_the_readme(tmp_path):
     found = f"found 4 rank files matching {prefix}{SUFFIX}"
     assert done.stderr.splitlines() == [found, "assembled 9 parameters"]
     assert_same(loaded(target), expected_state_dict(small_model()))
-
-
-@pytest.mark.slow
-def test_refusal_of_the_command(tmp_path):
-    prefix = write(tmp_path)
-    path_of(tmp_path, 1, 2).unlink()
-    done = run("--ckpt_prefix", prefix, flags=["-OO"])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"MissingRankError: {path_of(tmp_path, 0, 2)}: written by 2 ranks,"
-        " but there is no file of rank 1. Copy the files of all ranks.\n"
-    )
-    assert list(tmp_path.iterdir()) == [path_of(tmp_path, 0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -272,9 +256,6 @@ def test_memory(folder):
     assert 200 * MIB <= in_memory < 216 * MIB
 
 
-WORLD_SIZES = [1, 2, 3, 4, 8]
-
-
 def refused(capsys, folder, files, error, *mentioned):
     assert_refused(capsys, folder, save(files, folder), error, *mentioned)
 
@@ -284,7 +265,7 @@ def test_nothing_matches(tmp_path, capsys):
     assert_refused(capsys, tmp_path, prefix, errors.CheckpointNotFoundError, prefix)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_sets_of_files(tmp_path, capsys, world_size):
     """A rank is missing, twice, outside of its world, of another world, or has no metadata."""
     last = path_of(tmp_path, world_size - 1, world_size)
@@ -298,7 +279,8 @@ def test_sets_of_files(tmp_path, capsys, world_size):
         data = lost.read_bytes()
         lost.unlink()
         number = 0 if lost == first else world_size - 1
-        mentioned = (kept, f"no file of rank {number}") if world_size == 2 else (f"rank {number}",)
+        words = f"there is no file of rank {number}. Copy the files of all ranks."
+        mentioned = (kept, words) if world_size == 2 else (words,)
         assert_refused(capsys, tmp_path, prefix, errors.MissingRankError, *mentioned)
         lost.write_bytes(data)
 
@@ -331,8 +313,13 @@ def test_world_size_of_state_dicts():
 
 @pytest.mark.parametrize(
     "content",
-    [{"epoch": 3}, [1, 2], torch.zeros(3), {"consolidated": 1, "shard_metadata": {}}, None],
-    ids=["dict", "list", "tensor", "marker-and-metadata", "none"],
+    [
+        {"epoch": 3},
+        [1, 2],
+        {"consolidated": 1, "shard_metadata": {}},
+        {"model": [1], "shard_metadata": {}},
+    ],
+    ids=["dict", "list", "marker-and-metadata", "no-state-dict"],
 )
 def test_foreign_file(tmp_path, capsys, content):
     prefix, foreign = save(rank_files(small_model(), 2), tmp_path), path_of(tmp_path, 7, 2)
@@ -354,12 +341,10 @@ def directory(path):
 UNREADABLE = {
     **{
         f"cut at {size}": lambda path, size=size: path.write_bytes(path.read_bytes()[:size])
-        for size in (0, 1, 10, 1000, -1, -100)
+        for size in (0, 1000, -1)
     },
     "text": lambda path: path.write_bytes(b"hello world\n"),
-    "binary": lambda path: path.write_bytes(bytes(range(256)) * 16),
     "pickle-2": lambda path: path.write_bytes(pickle.dumps({}, 2)),
-    "pickle-4": lambda path: path.write_bytes(pickle.dumps({}, 4)),
     "zip": notes_in_a_zip,
     "directory": directory,
 }
@@ -408,19 +393,13 @@ BUFFER_DTYPE = ("shard_metadata", "buffers", "norm.mean")
 OTHER_TENSORS = {
     "drop key": put("model", "norm.weight", value=None),
     "drop buffer": put("model", "norm.mean", value=None),
-    "add key": put("model", "surplus", value=torch.zeros(2)),
     "longer shard": put("model", "norm.weight", value=torch.zeros(9)),
-    "other rows": put("model", "emb.weight", value=torch.zeros(3, 4)),
     "other dtype": put("model", "norm.weight", value=torch.zeros(2, dtype=torch.float64)),
     "no tensor": put("model", "norm.weight", value=3),
-    "other buffer": put("model", "norm.mean", value=torch.zeros(4, dtype=torch.bfloat16)),
 }
-KEYS = {"add key": "surplus", "other rows": "emb.weight"}
 OTHER_MODELS = {
-    "members": put(*MEMBER, "shape", value=[1, 3]),
     "name": put(*MEMBER, "names", value=["norm.bias"]),
     "buffer dtype": put(*BUFFER_DTYPE, value="float64"),
-    "no buffer dtype": put(*BUFFER_DTYPE, value=None),
 }
 
 
@@ -430,7 +409,7 @@ def test_ranks_that_differ(tmp_path, capsys, what, rank):
     files = rank_files(small_model(), 2)
     if what in OTHER_TENSORS:
         OTHER_TENSORS[what](files[rank])
-        mentioned = tmp_path, ".pth: ", KEYS.get(what, "norm.")
+        mentioned = tmp_path, ".pth: ", "norm."
         refused(capsys, tmp_path, files, errors.ShardMismatchError, *mentioned)
     else:
         OTHER_MODELS[what](files[rank])
@@ -459,35 +438,22 @@ BLOCK = ("parameters", "block.flat_param_0")
 DAMAGES = {
     "format": about("format", value="other"),
     "version": about("version", value=2),
-    "no-version": about("version", value=None),
-    "no-world-size": about("world_size", value=None),
-    "no-rank": about("rank", value=None),
-    "no-parameters": about("parameters", value=None),
-    "no-buffers": about("buffers", value=None),
+    **{
+        f"no-{field}": about(field, value=None)
+        for field in ("world_size", "rank", "parameters", "buffers")
+    },
     "world-size-0": about("world_size", value=0),
-    "rank-negative": about("rank", value=-1),
-    "parameters-list": about("parameters", value=[1]),
     "parameters-int-keys": about("parameters", value={1: {}}),
     "layout-unknown": about(*BLOCK, "layout", value="columns"),
     "layout-dim0-of-several": about(*BLOCK, "layout", value="dim0"),
     "layout-dim0-of-scalar": about("parameters", "scalar", "layout", value="dim0"),
     "numel-wrong": about(*BLOCK, "numel", value=15),
-    "numel-missing": about(*BLOCK, "numel", value=None),
-    "members-missing": about(*BLOCK, "members", value=None),
     "members-none": about("parameters", "nothing", "members", value=[]),
     "member-without-name": about(*BLOCK, "members", 0, "names", value=[]),
-    "member-name-int": about(*BLOCK, "members", 0, "names", value=[3]),
-    "member-shape-wrong": about(*BLOCK, "members", 0, "shape", value=[3, 5]),
     "members-overlap": about(*BLOCK, "members", 3, "offset", value=11),
     "members-gap": about(*BLOCK, "members", 0, "offset", value=1),
     "name-twice": about(*BLOCK, "members", 1, "names", value=["block.fc.weight"]),
-    "name-of-buffer": about(*BLOCK, "members", 1, "names", value=["scalar"]),
-    "dtype-unknown": about("buffers", "norm.mean", value="float31"),
     "dtype-not-a-dtype": about("buffers", "norm.mean", value="nn"),
-    "metadata-list": put("shard_metadata", value=[1]),
-    "metadata-empty": put("shard_metadata", value={}),
-    "metadata-rank": put("shard_metadata", value={"rank": 0}),
-    "metadata-3": put("shard_metadata", value=3),
 }
 
 
@@ -496,9 +462,3 @@ def test_metadata_that_contradicts_itself(tmp_path, capsys, damage):
     files = rank_files(small_model(), 2)
     damage(files[1])
     refused(capsys, tmp_path, files, errors.InvalidMetadataError, path_of(tmp_path, 1, 2))
-
-
-def test_model_that_is_no_state_dict(tmp_path, capsys):
-    files = rank_files(small_model(), 2)
-    files[1]["model"] = [1]
-    refused(capsys, tmp_path, files, errors.ForeignFileError, path_of(tmp_path, 1, 2))

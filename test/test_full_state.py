@@ -445,16 +445,6 @@ class Layers(nn.Module):
         return x
 
 
-class WithAdapter(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base, self.adapter = base, nn.Linear(6, 6, bias=False).requires_grad_(False)
-        nn.init.constant_(self.adapter.weight, 0.1)
-
-    def forward(self, x):
-        return self.base(x) + x @ self.adapter.weight.to(x.device)
-
-
 def swap(model):
     model.first, model.third = model.third, model.first
 
@@ -464,15 +454,11 @@ def rename(model):
     del model.second
 
 
-def wrap(model):
-    model.second = WithAdapter(nn.Sequential(model.second))
-
-
 def remove(model):
     del model.second
 
 
-CHANGES = (swap, rename, wrap, remove)
+CHANGES = (swap, rename, remove)
 
 
 @pytest.mark.parametrize("form", ["wrapper", "nested", "fully_shard"])

@@ -1,7 +1,5 @@
 """Object stores that are slow, fail, cut short, lie about sizes and names, or show what was."""
 
-import functools
-import os
 import threading
 import time
 import tracemalloc
@@ -10,7 +8,6 @@ from unittest import mock
 import checkpoint_files as files
 import fsspec
 import pytest
-import torch_xla.core.xla_model as xm
 from fsspec.implementations.memory import MemoryFileSystem
 
 import xla_fsdp
@@ -108,12 +105,10 @@ def refused(store, tmp_path, kind, words, **lies):
 
 
 PIECES = {
-    "nothing": (lambda data: b"", UnreadableFileError, f"{RANK_1}: ends at byte 0, expected"),
     "half": (lambda data: data[: len(data) // 2], UnreadableFileError, f"{RANK_1}: ends at byte"),
     "all of it": (lambda data: data * 3, UnreadableFileError, f"{RANK_1}: the store sent .* but"),
     "zeros": (lambda data: bytes(len(data)), CorruptFileError, f"{RANK_1}: bytes 0 to .* not th"),
     "no bytes": (lambda data: None, UnreadableFileError, f"{RANK_1}: .* sent a NoneType, exp"),
-    "text": (lambda data: "x" * len(data), UnreadableFileError, f"{RANK_1}: .* sent a str, exp"),
 }
 
 
@@ -126,7 +121,7 @@ def test_what_is_sent_is_not_what_was_saved(store, tmp_path, what):
     refused(store, tmp_path, wrong, "manifest.json", cat_file=of("manifest.json", lie))
 
 
-SIZES = [-1, 0, 7, 1 << 20, 1 << 29, 1 << 62, None, "12", 1.5, True, float("nan")]
+SIZES = [-1, 7, 1 << 29, 1 << 62, None, 1.5, True]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -145,17 +140,12 @@ def test_sizes_that_are_not_true(store, tmp_path, name, size):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    "lie",
-    [
-        lambda found, path: [*found, f"{path}/..", f"{path}/../..", "..", "/", ""],
-        lambda found, path: [*found, "/etc/passwd", "/etc/step-00000009", "C:\\step-00000008"],
-        lambda found, path: [*found, f"{path}/../../other/step-00000007", "step-00000006/../x"],
-        lambda found, path: [*found, f"{path}/step-99999999999999999999", f"{path}/step-1\n"],
-        lambda found, path: [*found, *found, *(f"{path}/step-{n:08d}" for n in range(50, 90))],
-    ],
-)
-def test_names_that_lead_elsewhere_or_to_nothing(store, tmp_path, lie):
+def test_names_that_lead_elsewhere_or_to_nothing(store, tmp_path):
+    def lie(found, path):
+        outside = [f"{path}/..", "..", "/", "", "/etc/step-00000009", "C:\\step-00000008"]
+        outside += [f"{path}/../../other/step-00000007", "step-00000006/../x"]
+        return [*found, *found, *outside, f"{path}/step-{'9' * 20}", f"{path}/step-00000005"]
+
     asked = []
 
     def seen(found, path):
@@ -188,12 +178,7 @@ def test_listings_of_what_was(store, tmp_path):
     refused(store, tmp_path, CheckpointNotFoundError, f"{RANK_1}: does not exist", ls=stale)
 
 
-FAILURES = (
-    OSError(5, "Input/output error"),
-    RuntimeError("HTTP 503\nmore"),
-    KeyError("x"),
-    EOFError(),
-)
+FAILURES = OSError(5, "Input/output error"), RuntimeError("HTTP 503\nmore"), EOFError()
 
 
 @pytest.mark.parametrize(
@@ -269,45 +254,3 @@ def test_a_load_waits_for_listings_that_are_late(store):
     store(ls=lie)
     found = retry_while_missing(lambda: ShardedCheckpoint(f"{store.root}/step-00000002"))
     assert not late and files.value_in(found) == 2.0
-
-
-def _load_from_lies(rank):
-    if rank == 0:
-        Lying.begin()
-    xm.rendezvous("there is a store")
-    root, run = "lying://bucket/ranks", files.Uniform()
-    run.save(root, 1, 1.0)
-    run.set(7.0)
-    over, said = threading.Event(), []
-    part = functools.partial(of, "rank-00001-of-00002.safetensors")
-    for lies, seconds in (
-        ({"cat_file": part(lambda data: data[:-1])}, "300"),
-        ({"cat_file": part(lambda data: over.wait(600) and data)}, "0.5"),
-        ({"ls": raising(OSError("no network"))}, "300"),
-    ):
-        xm.rendezvous("a lie")
-        if rank == 0:
-            Lying.lies = lies
-            os.environ["XLA_FSDP_STORE_SECONDS"] = seconds
-        xm.rendezvous("is told")
-        began = time.monotonic()
-        with pytest.raises(CheckpointError) as caught:
-            run.load(root)
-        said.append((type(caught.value).__name__, str(caught.value), time.monotonic() - began))
-        assert run.get() == 7.0
-    xm.rendezvous("all have tried")
-    over.set()
-    if rank == 0:
-        Lying.lies = {}
-        del os.environ["XLA_FSDP_STORE_SECONDS"]
-    xm.rendezvous("no lies")
-    assert run.load(root) == 1.0
-    return said
-
-
-def test_all_ranks_raise_and_nothing_is_changed(run_ranks):
-    said = run_ranks(_load_from_lies, 2)
-    for number, words in enumerate(("ends at byte", "no answer within", "no network")):
-        kinds = {told[number][0] for told in said}
-        assert kinds == {"UnreadableFileError", "OtherRankError"}, said
-        assert all(words in told[number][1] and told[number][2] < 300 for told in said), said

@@ -59,7 +59,7 @@ def makes(tmp_path):
         save_file(state, tmp_path / folder / f"{name}.safetensors")
     torch.save(plain_zoo(9).state_dict(), tmp_path / "plain.pth")
     torch.save({"model": state, "epoch": 3}, tmp_path / "inside.pth")
-    torch.save({"state_dict": state}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    torch.save({"state_dict": state}, tmp_path / "old.bin")
     hub = hub_folder(tmp_path / "hub", state)
     return [
         tmp_path / "model.safetensors",
@@ -162,14 +162,11 @@ def spoilt(tmp_path):
     case(foreign, "one rank", "rank.pth", torch_file(rank_file))
     canary = {"a": Harmful(tmp_path / "executed")}
     case(unsafe, "nothing was executed", "canary.pth", torch_file(canary))
-    sparse = {**state, "position": torch.ones(5, 12).to_sparse()}
-    case(foreign, "'position' is not the name of", "sparse.pth", torch_file(sparse))
     case(not_found, "has none of", "empty", lambda path: path.mkdir())
     case(f"{unreadable}|{not_found}", "exist|No such", "no.safetensors", str)
     case(not_found, "does not exist", "no.pth", str)
     for kind, text, name, weight_map in (
         ("InvalidMetadataError", "weight_map", "noindex", [1]),
-        ("InvalidMetadataError", "surrogates not allowed", "surrogate", {"position": "\ud800"}),
         (unsafe, "only plain names", "outside", {"position": "../model.safetensors"}),
         (foreign, "lacks 'nothing'", "lacking", {"nothing": "a.safetensors"}),
         (foreign, "does not list", "partial", {"position": "a.safetensors"}),

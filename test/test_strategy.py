@@ -137,7 +137,6 @@ def test_eight_ranks_and_hybrid_sharding(rank):
         {"reshard_after_forward": 2},
         {"reshard_after_forward": 4, "shard_param_on_dim_0": True},
         {"reshard_after_forward": 2, "device_mesh": [[0, 2, 4, 6], [1, 3, 5, 7]]},
-        {"reshard_after_forward": 2, "sharding_strategy": ShardingStrategy.FULL_SHARD},
     ):
         assert_trains_alike(rank, 8, disable_reshard_on_root=False, **options)
 

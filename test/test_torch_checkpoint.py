@@ -1,7 +1,6 @@
 """Activation checkpointing inside of sharded models: torch's, torch_xla's and checkpoint_module."""
 
 import functools
-import warnings
 
 import pytest
 import torch
@@ -202,11 +201,8 @@ def units_inside(model):
     return FSDP(model)
 
 
-def units_outside(model, impl=CheckpointImpl.NO_REENTRANT, shard=None):
-    wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=impl)
-    apply_activation_checkpointing(
-        model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, Layer)
-    )
+def units_outside(model, shard=None):
+    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Layer))
     return shard(model) if shard else wrapped(model, "layers.0", "layers.1")
 
 
@@ -219,7 +215,6 @@ def composed_in_place(model):
 WRAPPINGS = {
     "units in recomputed layers": units_inside,
     "recomputed layers in units": units_outside,
-    "reentrant": functools.partial(units_outside, impl=CheckpointImpl.REENTRANT),
     "in place": functools.partial(units_outside, shard=in_place),
     "composed in place": composed_in_place,
 }
@@ -250,9 +245,7 @@ def test_states_have_the_names_and_values_of_the_module(rank, folder):
     expected = full(*plain)
     assert set(Net().state_dict()) < set(expected)
     for name, shard in WRAPPINGS.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's, of the reentrant way
-            model, optimizer = trained(shard)
+        model, optimizer = trained(shard)
         found, message = full(model, optimizer), functools.partial("{}: {}".format, name)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, msg=message)
         assert set(model.state_dict()) == set(Net().state_dict())

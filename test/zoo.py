@@ -102,14 +102,3 @@ def batches(steps: int) -> list[torch.Tensor]:
         torch.randint(VOCABULARY, (GLOBAL_BATCH, SEQUENCE), generator=generator)
         for _ in range(steps)
     ]
-
-
-class Scaled(nn.Module):
-    """Only has a 0-d parameter: which state is one number cannot be told from shapes."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x):
-        return x * self.scale
