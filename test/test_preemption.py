@@ -285,21 +285,9 @@ def drip(before, piece):
 HEAD = b"HTTP/1.0 200 OK\r\nMetadata-Flavor: Google\r\n"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        drip(b"", b"H"),
-        drip(HEAD, b"x"),
-        drip(HEAD, b"x: y\r\n"),
-        drip(HEAD + b"\r\n", b"T"),
-        drip(HEAD + b"Content-Length: 4000\r\n\r\n", b"T"),
-        drip(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nT\r\n"),
-        drip(b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
-        drip(HEAD + b"\r\n" + b"T" * (1 << 24), b"T"),
-    ],
-)
-def test_a_server_that_never_ends_is_given_up(metadata, answer):
-    metadata.said = {"preempted": answer}
+@pytest.mark.parametrize("before, piece", [(b"", b"H"), (HEAD + b"\r\n" + b"T" * (1 << 24), b"T")])
+def test_a_server_that_never_ends_is_given_up(metadata, before, piece):
+    metadata.said = {"preempted": drip(before, piece)}
     began = time.monotonic()
     with contextlib.suppress(OSError):  # of the last, which is large, the beginning is enough
         assert notice(metadata.host, "preempted", timeout=0.3) is None

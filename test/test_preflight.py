@@ -2,7 +2,6 @@
 
 import gc
 import socket
-import time
 import warnings
 
 import pytest
@@ -217,11 +216,9 @@ def test_without_the_extra(preflight, monkeypatch):
         (("--discovery_url=nourl",), "'nourl': it starts with neither http:// nor https://"),
         (("--discovery_url=http://",), "no host"),
         (("--discovery_url=http://a..b/",), "label empty or too long"),
-        (("--discovery_url=http://x:abc/",), "--discovery_url 'http://x:abc/': Port"),
         (("--discovery_url=http://x:0/",), "port 0"),
         (("--discovery_url=http://x y/",), "spaces"),
-        (("--api_endpoint=http://[::1",), "--api_endpoint 'http://[::1': Invalid IPv6 URL"),
-        (("--api_endpoint=http://127.0.0.1:99999/",), "Port out of range 0-65535"),
+        (("--api_endpoint=http://127.0.0.1:99999/",), "99999/': Port out of range 0-65535"),
         ((), "$TPU_API_DISCOVERY_URL 'nourl': it starts with neither"),
     ],
 )
@@ -270,16 +267,6 @@ def test_redirects_are_not_followed(preflight, api):
         assert "302" in refusal(done)
         assert "302" in refusal(preflight("--retries=0", "--discovery_url", door.url))
         assert elsewhere.asked == [] and len(door.asked) == 2
-
-
-def test_a_metadata_server_that_leads_elsewhere_or_never_ends(preflight):
-    with Server(COMPLETE) as other, Server(redirect(other.url)) as door, Server(DRIPPING) as slow:
-        for server in (door, slow):
-            began = time.monotonic()
-            done = preflight(where=(), env={"GCE_METADATA_HOST": server.host})
-            assert "give --zone and --project" in refusal(done)
-            assert server.asked and time.monotonic() - began < 60
-        assert other.asked == []
 
 
 @pytest.mark.parametrize(

@@ -14,25 +14,30 @@ from reports import GIB, given_up, make, refused
 from xla_fsdp.planning.compiling.plan_cache import CompiledStep
 from xla_fsdp.planning.make_report import report_on_parts
 from xla_fsdp.planning.records import Buffer, CompilerMemory
-from xla_fsdp.planning.reporting.page import page
 from xla_fsdp.planning.reporting.report import Report
 from xla_fsdp.planning.tracing.step import TracedPart, TracedStep
 from xla_fsdp.planning.tracing.traced import TracedProgram
 
 
 def test_text_says_whether_it_fits_and_names_units():
-    lines = str(make()).splitlines()
+    lines = str(make(planner_host_memory=GIB, compiler_host_memory=3 * GIB)).splitlines()
     assert lines[0] == "FITS: 1.6 of 4.0 GiB a device on v3-128 (59 % headroom)"
-    assert len(lines) <= 70 and max(map(len, lines)) <= 110
+    assert len(lines) <= 72 and max(map(len, lines)) <= 110
     for pattern in (
         r"HBM of a device +GiB +how obtained", r"required +1\.625 ", r"capacity +4\.000 +libtpu",
         r"bf16\[2000,2000\] +7\.6 +all-gather +blocks\.\d\.mlp +temporary, \w+ward",
         r"all-gather +4 +2 +2 +0 +28\.0", r"sent / bound +2\.00 ×", r"exposed +2\.00 ms",
         r"MFU +42\.0 %", r"compile time +12\.5 s",
-        r"executables +1 of 3 +ranks 0, 1, 127: all run one program",
+        r"executables +1 of 3 +ranks 0, 1, 127: all run one program", r"by module",
+        r"memory, planning +1\.00 GiB +peak of host memory", r"memory, compiler +3\.00 GiB",
     ):  # fmt: skip
         assert re.search(pattern, "\n".join(lines)), pattern
     assert lines[-1] == "  * The last block is not wrapped."
+    assert "memory, " not in str(make())  # a report of an older version
+    unnamed = make().to_json().replace("blocks.0.mlp", "").replace("blocks.1.mlp", "")
+    noted = dataclasses.replace(Report.from_json(unnamed).schedule, notes=("A count was assumed.",))
+    text = str(make(schedule=noted))
+    assert "by module" not in text and "\nNotes\n  * A count was assumed.\n" in text
 
 
 def test_where_the_time_goes():
@@ -49,42 +54,15 @@ def test_where_the_time_goes():
             "collectives, exposed": report.timing.exposed,
         }
     )
+    data = json.loads(report.to_json())
+    assert data["time_by_kind"] == report.time_by_kind
     # Equal blocks are one row: forward, recomputed, backward, optimizer, other.
+    assert list(data["time_by_module"]["blocks.N (2)"])[1:3] == ["recomputed", "backward"]
     assert re.search(r"blocks\.N \(2\) +9\.00 +3\.00 +6\.00 +0\.00 +0\.00", str(report))
     ops = tuple(dataclasses.replace(op, phase="optimizer") for op in report.schedule.ops)
     report = make(schedule=dataclasses.replace(report.schedule, ops=ops))
     assert report.time_by_kind["optimizer"] == pytest.approx(report.timing.compute)
     assert not refused().time_by_kind and not given_up().time_by_kind
-
-
-@pytest.mark.parametrize("form", ["text", "page"])
-def test_text_page_and_json_agree(form):
-    report = make()
-    data = json.loads(report.to_json())
-    written = str(report)
-    if form == "page":
-        cells = re.sub(r"</td><td[^>]*>", "  ", re.sub("<img[^>]*>", "", page(report)))
-        written = re.sub("<[^>]+>", "\n", cells.replace("</tr>", "\n\n"))
-    assert data["time_by_kind"] == report.time_by_kind
-    expected = {
-        "Where the time goes: MODEL": [
-            f"{kind}  {1e3 * seconds:.2f} ms  {100 * seconds / report.timing.step:.1f} %"
-            for kind, seconds in data["time_by_kind"].items()
-        ],
-        "Compute by module, ms: MODEL": [
-            "  ".join([name, *(f"{1e3 * seconds:.2f}" for seconds in times.values())])
-            for name, times in data["time_by_module"].items()
-        ],
-        "HBM at the peak, by kind": [
-            f"{kind}  {size / GIB:.3f}  {100 * size / report.hbm_capacity:.1f} %"
-            for kind, size in data["hbm_by_kind"].items()
-        ],
-    }
-    assert list(data["time_by_module"]["blocks.N (2)"])[1:3] == ["recomputed", "backward"]
-    lines = [re.sub(" {2,}", "  ", line.strip()) for line in written.splitlines()]
-    for title, rows in expected.items():
-        (start,) = [n for n, line in enumerate(lines) if line.startswith(title)]
-        assert rows and set(rows) <= set(lines[start:]), (title, rows)
 
 
 def test_a_step_of_several_programs_says_why_nothing_is_suggested():
@@ -96,28 +74,14 @@ def test_a_step_of_several_programs_says_why_nothing_is_suggested():
     assert "The plan of a step of several programs has no suggestions: " in " ".join(report.notes)
 
 
-def test_host_memory_of_planning():
-    report = make(planner_host_memory=GIB, compiler_host_memory=3 * GIB)
-    assert re.search(r"memory, planning +1\.00 GiB +peak of host memory", str(report))
-    assert re.search(r"memory, compiler +3\.00 GiB", str(report)) and "memory, pl" in page(report)
-    data = json.loads(report.to_json())["report"]
-    assert (data["planner_host_memory"], data["compiler_host_memory"]) == (GIB, 3 * GIB)
-    assert "memory, " not in str(make())  # a report of an older version
-
-
 def test_text_of_changes():
     schedule = make().schedule
     change = {"kind": "all-reduce", "asked": "reduce-scatter", "times": 10, "bytes": 100}
     looped = dataclasses.replace(schedule.collectives[0], **change)
-    name = "blocks.3.f1.weight"
-    named = dataclasses.replace(schedule.buffers[-1], name=f"exp_avg of {name}", module=name)
-    changed = {"collectives": (looped, *schedule.collectives[1:]), "buffers": (named,)}
-    report = make(schedule=dataclasses.replace(schedule, **changed))
-    for pattern in (
-        r"all-reduce \(traced as reduce-scatter\) +10 +10 +0 +10 +70\.0",
-        r"parameter +exp_avg of blocks\.3\.f1\.weight +argument\n",
-    ):
-        assert re.search(pattern, str(report)), pattern
+    changed = (looped, *schedule.collectives[1:])
+    report = make(schedule=dataclasses.replace(schedule, collectives=changed))
+    pattern = r"all-reduce \(traced as reduce-scatter\) +10 +10 +0 +10 +70\.0"
+    assert re.search(pattern, str(report))
     assert report.wire_bytes == 13 * 7_000_000
     text = str(make(memory=CompilerMemory(2**20, 0, 0, 2**21, 2**20, 2**21), ranks_traced=(0,)))
     assert text.startswith("FITS: 4.0 MiB of 4.0 GiB")
@@ -154,7 +118,8 @@ def test_hbm_at_the_peak_by_kind():
     )
     curve = tuple(16 * GIB for _ in report.schedule.curve)
     schedule = dataclasses.replace(report.schedule, buffers=buffers, curve=curve)
-    text = str(make(schedule=schedule, hbm_capacity=16 * GIB))
+    report = make(schedule=schedule, hbm_capacity=16 * GIB)
+    text = str(report)
     section = text[text.index("HBM at the peak, by kind") :].partition("\n\n")[0]
     for row in (
         r"parameters +1\.000 +6\.2 %", r"optimizer state +2\.000", r"other arguments +1\.000",
@@ -163,15 +128,7 @@ def test_hbm_at_the_peak_by_kind():
     ):  # fmt: skip
         assert re.search(row, section), (row, section)
     assert "activations of d" not in section
-    assert re.search(r"blocks\.N \(2\) +4 +2 +2 +0", text) and "others (" not in text
-
-
-def test_a_program_without_names():
-    text = make().to_json().replace("blocks.0.mlp", "").replace("blocks.1.mlp", "")
-    noted = dataclasses.replace(Report.from_json(text).schedule, notes=("A count was assumed.",))
-    written = str(make(schedule=noted))
-    assert "by module" in str(make()) and "by module" not in written
-    assert "\nNotes\n  * A count was assumed.\n" in written
+    assert json.loads(report.to_json())["hbm_by_kind"]["optimizer state"] == 2 * GIB
 
 
 def test_text_of_what_the_compiler_refused():
@@ -245,9 +202,10 @@ def test_compare():
     comparison = make().compare(other)
     assert comparison["compile time"].ratio == 0.5
     assert comparison["sent"].ratio == 1 and comparison["sent / bound"].ratio is None
-    text = str(comparison)
-    assert re.search(r"compile time, s +12\.5 +25\.0 +0\.50", text)
-    assert "ours" in text and "in-tree" in text and "Not the same slice" not in text
+    assert re.search(r"compile time, s +12\.5 +25\.0 +0\.50", str(comparison))
+    for words in ("ours", "in-tree", "sent, MB (10^6 bytes)"):
+        assert words in str(comparison)
+    assert "Not the same slice" not in str(comparison)
     assert "Not the same slice" in str(make().compare(make(devices=8, topology="v3-8")))
     with pytest.raises(KeyError, match="allowed are required HBM"):
         comparison["speed"]
@@ -256,8 +214,6 @@ def test_compare():
     comparison = refused().compare(make())
     assert comparison["step (model)"].left is None and comparison["code"].left is None
     assert comparison["sent"].ratio == 1 and comparison["required HBM"].left == 6
-    assert re.search(r"MFU \(model\), % +unknown +42\.0\n", str(comparison))
-    assert "sent, MB (10^6 bytes)" in str(comparison)
     comparison = make().compare(given_up())
     assert comparison["required HBM"].right is None and comparison["sent"].ratio is None
 

@@ -1,6 +1,5 @@
 """Several slices: who is where, what is sharded over what, and what is left when one is lost."""
 
-import math
 import os
 import pickle
 import re
@@ -12,7 +11,6 @@ import torch
 from checkpoint_runs import Run
 from lazy_modules import torch_xla
 from on_ranks import on_each_rank
-from safetensors.torch import load_file
 from small_models import mlp
 from test_strategy import assert_trains_alike
 from torch import nn
@@ -23,7 +21,6 @@ from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp import fully_shard, scan_blocks, xlac
 from xla_fsdp.checkpoint.tiers.hosts import hosts_apart
 from xla_fsdp.collectives.routes import attributes_of
-from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.integrations.sharding import meant_by_name
 from xla_fsdp.planning.tuning.settings import _mesh
 from xla_fsdp.ranks import channel, launch
@@ -318,19 +315,6 @@ def test_a_slice_is_lost_and_training_goes_on_without_it(run_ranks, tmp_path, si
         run_ranks(until_a_slice_is_lost, 4, tmp_path)
     died = min(path.stat().st_mtime for path in tmp_path.glob("died *"))
     assert lost.value.rank in (2, 3) and time.time() - died < 60  # 5 s, and to be told of it
-    (saved,) = (tmp_path / "runs").iterdir()
-    manifest = ShardedCheckpoint(saved).manifest
-    held = [
-        sum(value.numel() for value in load_file(path).values() if value.is_floating_point())
-        for path in sorted(saved.glob("rank-*.safetensors"))
-    ]
-    kept = manifest.optimizer.state
-    state = {name: len(kept[name].sharded) if name in kept else 0 for name in manifest.parameters}
-    shapes = {name: one.shape for name, one in manifest.parameters.items()}
-    elements = sum(math.prod(shape) * (1 + state[name]) for name, shape in shapes.items())
-    floats = [one for one in manifest.buffers.values() if one.dtype.startswith("F")]
-    assert sum(held) == elements + sum(math.prod(one.shape) for one in floats)
-    assert max(state.values()) == 2 and held[2:] == [0, 0]  # AdamW's moments
     losses = run_ranks(go_on, size, tmp_path, size)
     assert losses == [losses[0]] * size
     torch.testing.assert_close(losses[0], expected[DIE_AT:], rtol=1e-5, atol=1e-6)

@@ -335,13 +335,9 @@ def test_a_trace_has_the_names_of_a_plan_and_is_compared_with_one(run_ranks, tmp
     measured = {e["args"].get("module") for e in events if e["pid"] == 1 and "args" in e}
     assert "blocks.1.weight" in measured
     capsys.readouterr()
-    for path, said in (
-        ("both.png", "allowed are .html, .trace.json"),
-        ("no/both.html", "make the folder"),
-    ):
-        assert main([*command, "--plot", str(tmp_path / path)]) == 2
-        error = capsys.readouterr().err
-        assert said in error and error.count("\n") == 1
+    assert main([*command, "--plot", str(tmp_path / "both.png")]) == 2
+    error = capsys.readouterr().err
+    assert "allowed are .html, .trace.json" in error and error.count("\n") == 1
     other = type(report).from_json(report.to_json().replace("blocks.", "layers."))
     with pytest.raises(ValueError, match="another model than the plan: its modules are blocks.0, "):
         other.compare_trace(file)

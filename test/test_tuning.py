@@ -255,20 +255,6 @@ def test_inputs_go_to_the_host_only_where_nothing_fits_without():
         assert ("not compiled: offload is for steps that do not fit without it" in why) != offload
 
 
-@pytest.mark.parametrize("wrong, budget", [(1.0, 8), (0.5, 8), (2.0, 8), (1.0, 2), (0.5, 5)])
-def test_an_extrapolated_best_is_compiled_with_all_blocks(wrong, budget):
-    search = made_up(facts(), budget)
-    search.measure.deep = wrong
-    trials = search.run()
-    assert search.compilations <= budget
-    best = trials[0]
-    assert not best.measured.extrapolated and (best.settings, True) in search.measure.asked
-    assert best.measured.seconds == pytest.approx(search.estimates.of(best.settings).seconds)
-    extrapolated = [trial for trial in trials if trial.measured and trial.measured.extrapolated]
-    assert bool(extrapolated) == (budget > 3)
-    assert ("(extrapolated)" in str(result_of(search, trials))) == bool(extrapolated)
-
-
 def made_up_search(seed):
     """What a search finds in which each program takes a random time, fails, or does not fit; these
     times, and the programs."""
