@@ -3,11 +3,21 @@
 import checkpoint_files as files
 import pytest
 import torch
+import torch_xla.core.xla_model as xm
 from checkpoint_runs import WRAPPINGS, Run, adam, averaged, heavy_ball, nesterov, wrapped
-from on_ranks import on_each_rank
+from on_ranks import finish_step, on_each_rank
+from small_models import wrapped as in_units
+from torch import nn
 from zoo import Zoo
 
-from xla_fsdp import full_optim_state_dict, full_state_dict
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp import (
+    full_optim_state_dict,
+    full_state_dict,
+    fully_shard,
+    load_checkpoint,
+    save_checkpoint,
+)
 from xla_fsdp.consolidate.errors import (
     CoverageError,
     InvalidMetadataError,
@@ -92,6 +102,47 @@ def test_on_as_many_ranks_training_resumes_bit_for_bit(rank, size, folder, kind,
     assert other.train(2, 4) == losses
     assert not _different(_full(other), expected)
     assert run.scheduler.state_dict() == other.scheduler.state_dict()
+
+
+def _small(form):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 13), nn.LayerNorm(13), nn.GELU(), nn.Linear(13, 5))
+    if form == "flat":
+        return FSDP(model, flatten_parameters=True)
+    return in_units(model, "0", wrap=FSDP if form == "wrapper" else fully_shard)
+
+
+def _losses(rank, size, form, optimizer, folder, first, last):
+    """Losses of steps ``first .. last``, each on 8 samples; a checkpoint is saved or loaded."""
+    model = _small(form)
+    update = optimizer(model.parameters())
+    if first:
+        load_checkpoint(folder, model, update)
+    losses, share = [], 8 // size
+    for step in range(first, last):
+        random = torch.Generator().manual_seed(step)
+        x, y = torch.randn(8, 7, generator=random), torch.randn(8, 5, generator=random)
+        own = slice(rank * share, (rank + 1) * share)
+        loss = (model(x[own].to("xla")) - y[own].to("xla")).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        finish_step(update)
+        losses.append(xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / size).item())
+    if not first:
+        save_checkpoint(folder, model, update, step=last)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [adam, heavy_ball], ids=["adam", "momentum"])
+@pytest.mark.parametrize("form", ["wrapper", "flat", "in place"])
+def test_on_other_numbers_of_ranks_losses_go_on(run_ranks, tmp_path, form, optimizer):
+    given = form, optimizer, str(tmp_path / "saved")
+    expected = run_ranks(_losses, 4, 4, form, optimizer, str(tmp_path / "all"), 0, 4)[0]
+    assert run_ranks(_losses, 4, 4, *given, 0, 2)[0] == expected[:2]
+    for size in (1, 2, 8):
+        found = run_ranks(_losses, size, size, *given, 2, 4)[0]
+        assert found == pytest.approx(expected[2:], rel=1e-5), size
 
 
 @on_each_rank(3)
