@@ -93,7 +93,6 @@ def generate_on_ranks(rank, names):
         pytest.param(EXPERTS[:1], 2, marks=pytest.mark.slow),
         pytest.param(EXPERTS[1:], 2, marks=pytest.mark.full),
         pytest.param(["gpt2"], 1, marks=pytest.mark.full),
-        pytest.param(["gpt2"], 4, marks=pytest.mark.full),
     ],
 )
 def test_tokens_are_those_of_the_plain_model(run_ranks, names, ranks):
