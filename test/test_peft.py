@@ -3,14 +3,7 @@
 import hf_models
 import pytest
 import torch
-from peft import (
-    LoraConfig,
-    OFTConfig,
-    PeftModel,
-    PromptTuningConfig,
-    VeraConfig,
-    get_peft_model,
-)  # fmt: skip
+from peft import LoraConfig, OFTConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file
 
 SPREAD = 0.1
