@@ -92,11 +92,19 @@ def may_have_grad(tensor: torch.Tensor) -> bool:
 
 
 def inspect_tensor(tensor: torch.Tensor) -> LiveTensor:
-    """Does not read the value of ``tensor``."""
-    fields = dict(_FIELDS.findall(xlac.debug_info(tensor)))
+    """Does not read the value of ``tensor``.
+
+    A view stays as it was when it was last used: a sync does not compute it from its new base.
+    """
+    inner = torch._from_functional_tensor(tensor) if is_view(tensor) else tensor
+    fields = dict(_FIELDS.findall(xlac.debug_info(inner)))
     # A computation that only returns a device buffer needs no execution.
     pending = fields["IR"] != "None" and "xla::device_data" not in fields["IR"]
-    return LiveTensor(tensor, int(fields["TensorID"]), int(fields["AliasID"]), pending)
+    return LiveTensor(inner, int(fields["TensorID"]), int(fields["AliasID"]), pending)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    return tensor._is_view() and torch._is_functional_tensor(tensor)
 
 
 def is_pending(tensor: torch.Tensor) -> bool:

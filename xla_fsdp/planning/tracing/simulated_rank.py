@@ -35,7 +35,7 @@ from ...sharding.freeing import fill_
 from ...sharding.sharded_parameter import local
 from ...tpu.libtpu_flags import ARGUMENTS
 from ...tpu.topology import Slice
-from .live import assign, is_pending
+from .live import assign, is_pending, is_view
 
 # More reads than in any step: a loop that waits for a value.
 _MANY_READS = 2000
@@ -164,9 +164,10 @@ def fill_pending(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
             else:
                 filled = fake_cpu_tensor(shape, tensor.dtype)
             placeholder = as_data(filled, tensor.device)
-            assign(tensor, placeholder)
-            if is_pending(tensor):  # a view remains a computation on its base
+            if is_view(tensor):  # an assignment would also change its base
                 fill_([tensor], [placeholder])
+            else:
+                assign(tensor, placeholder)
 
 
 def drop_pending_of_autograd() -> None:

@@ -23,7 +23,7 @@ from ...sharding.sharded_tensor import ShardedTensor
 from ...sharding.state import FSDPState, unique_units
 from ...tpu.topology import Slice
 from ..records import HostNeeds
-from .live import LiveTensors, inspect_tensor, is_xla, may_have_grad
+from .live import LiveTensors, inspect_tensor, is_view, is_xla, may_have_grad
 from .naming import Naming, plain_name
 from .simulated_rank import SimulatedRank, StepTraced, drop_pending_of_autograd, fill_pending
 from .steady import SteadyOptimizers, named_state, state_tensors
@@ -334,7 +334,8 @@ def _state_restored() -> Iterator[LiveTensors]:
         with torch.random.fork_rng(devices=[]), preserve_random_state():
             yield live
     finally:
-        for one in live.saved:
+        # Views first: an assignment to one also changes its base.
+        for one in sorted(live.saved, key=lambda one: not is_view(one.tensor)):
             one.restore()
         with on_local_parts():  # what `no_sync` stores stays
             for tensor, grad in grads:

@@ -103,10 +103,7 @@ class StepBoundary:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._by_alias: dict[int, int] = {}  # alias id to buffer handle
         self._read: frozenset[int] = frozenset()
-        live = [inspect_tensor(tensor) for tensor in tensors]
-        self.note(live)
-        # Views stay computations on their base. An update would give them another id.
-        self._views = frozenset(one.tensor_id for one in live if one.pending)
+        self.note([inspect_tensor(tensor) for tensor in tensors])
 
     def note(self, tensors: Iterable[LiveTensor]) -> None:
         known = [one for one in tensors if not one.pending]
@@ -130,8 +127,7 @@ class StepBoundary:
         """
         live = [inspect_tensor(tensor) for tensor in tensors]
         # Several Python objects may have one value.
-        pending = {one.tensor_id: one for one in live if one.pending}
-        outputs = [one for key, one in pending.items() if key not in self._views]
+        outputs = list({one.tensor_id: one for one in live if one.pending}.values())
         outputs.sort(key=lambda one: one.tensor_id)
         if not outputs:
             return None
