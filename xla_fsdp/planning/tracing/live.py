@@ -12,6 +12,7 @@ from itertools import compress
 import torch
 
 from ... import xlac
+from ...collectives.host_data import LARGE
 from ...sharding.freeing import fill_
 from ...sharding.gathering import UnshardedParameter
 from ...sharding.gradients import reduced_grad
@@ -36,7 +37,8 @@ class LiveTensors:
 
     A search through all objects is slow, so those that exist at the start are frozen
     (``gc.freeze``) until :meth:`close`, or for good if the caller froze some. :meth:`all` includes
-    ``before``, the tensors of the start, not ``saved``.
+    ``before``, the tensors of the start, not ``saved``. :meth:`restore` restores their values,
+    those of small tensors on the host, and all gradients.
     """
 
     def __init__(self) -> None:
@@ -44,23 +46,36 @@ class LiveTensors:
         if self._keeps_frozen:
             gc.collect()  # else garbage would be frozen too
             gc.unfreeze()  # Python does not list frozen objects
-        self.before = _with_gradients(self._found())
+        found = self._found("xla", "cpu")
+        self.before = _with_gradients([tensor for tensor in found if is_xla(tensor)])
         self.saved = [SavedValue(tensor) for tensor in self.before]
+        self._on_host = [(t, t.detach().clone()) for t in found if _is_small_on_host(t)]
+        self._grads = [(tensor, reduced_grad(tensor)) for tensor in found if may_have_grad(tensor)]
         self._hidden = {id(one.data) for one in self.saved}
         gc.freeze()
 
     def all(self) -> list[torch.Tensor]:
-        new = [tensor for tensor in self._found() if id(tensor) not in self._hidden]
+        new = [tensor for tensor in self._found("xla") if id(tensor) not in self._hidden]
         return _with_gradients([*self.before, *new])
 
+    def restore(self) -> None:
+        for one in self.saved:
+            one.restore()
+        for tensor, value in self._on_host:
+            if not torch.equal(_bytes(tensor), _bytes(value)):  # else it may be read-only
+                assign(tensor, value)
+        with on_local_parts():  # what `no_sync` stores stays
+            for tensor, grad in self._grads:
+                tensor.grad = grad
+
     def close(self) -> None:
-        self.before, self.saved = [], []
+        self.before, self.saved, self._on_host, self._grads = [], [], [], []
         gc.collect()
         if not self._keeps_frozen:
             gc.unfreeze()
 
     @staticmethod
-    def _found() -> list[torch.Tensor]:
+    def _found(*devices: str) -> list[torch.Tensor]:
         # A list of all objects references tuples under construction. A thread that resizes one gets
         # a SystemError, so no other thread may run Python meanwhile, for up to 2 s.
         before = sys.getswitchinterval()
@@ -75,10 +90,22 @@ class LiveTensors:
         finally:
             sys.setswitchinterval(before)
             time.sleep(0)  # else a thread that waits since then waits for 2 s
-        found = [tensor for tensor in tensors if is_xla(tensor)]
+        found = [tensor for tensor in tensors if _is_on(tensor, *devices)]
         for tensor in found:  # some are referenced only by autograd
             tensor._fix_weakref()
         return found
+
+
+def _is_small_on_host(tensor: torch.Tensor) -> bool:
+    """Such as counters of schedules and averages; copies of large ones may exceed the memory."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+    strided = plain and tensor.layout is torch.strided and not tensor.is_quantized
+    return strided and tensor.numel() < LARGE
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -129,7 +156,11 @@ def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 def is_xla(tensor: torch.Tensor) -> bool:
     """False for a class that only reports the XLA device."""
+    return _is_on(tensor, "xla")
+
+
+def _is_on(tensor: torch.Tensor, *devices: str) -> bool:
     try:
-        return not overrides_dispatch(type(tensor)) and tensor.device.type == "xla"
+        return not overrides_dispatch(type(tensor)) and tensor.device.type in devices
     except Exception:  # a subclass in the middle of its construction
         return False
