@@ -119,6 +119,29 @@ def test_what_was_there_before_is_untouched():
 
 
 @without_ranks
+def test_tensors_on_the_host_are_untouched():
+    """A plan that was made before must not change training, nor the next plan."""
+    model, head = nn.Linear(16, 16).to("xla"), nn.Linear(2, 2)
+    average = torch.optim.swa_utils.AveragedModel(model)  # counts its updates on the host
+    counts = [torch.tensor(0), torch.zeros(2, 3).t(), torch.full((2,), float("nan"))]
+    for number, count in enumerate(counts):
+        head.register_buffer(f"count{number}", count)
+    before = [count.clone() for count in counts]
+
+    def step():
+        model(torch.ones(2, 16).to("xla")).sum().backward()
+        head(torch.ones(2)).sum().backward()
+        average.update_parameters(model)
+        for count in counts:
+            count.data.nan_to_num_().add_(1)
+
+    programs = {trace_step(step, 0, 8).program.fingerprint for _ in range(2)}
+    assert len(programs) == 1 and average.n_averaged == 0 and head.weight.grad is None
+    for count, value in zip(counts, before, strict=True):
+        assert torch.allclose(count, value, equal_nan=True)
+
+
+@without_ranks
 def test_views_from_outside_are_no_outputs():
     """A sync does not compute a view, even if its base is updated."""
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).to("xla")

@@ -8,10 +8,13 @@ import sys
 import time
 from dataclasses import dataclass
 from itertools import compress
+from typing import Any
 
 import torch
+from torch import nn
 
 from ... import xlac
+from ...collectives.host_data import LARGE
 from ...sharding.freeing import fill_
 from ...sharding.gathering import UnshardedParameter
 from ...sharding.gradients import reduced_grad
@@ -36,7 +39,8 @@ class LiveTensors:
 
     A search through all objects is slow, so those that exist at the start are frozen
     (``gc.freeze``) until :meth:`close`, or for good if the caller froze some. :meth:`all` includes
-    ``before``, the tensors of the start, not ``saved``.
+    ``before``, the tensors of the start, not ``saved``. :meth:`restore` restores their values,
+    those of small parameters and buffers on the host, and gradients.
     """
 
     def __init__(self) -> None:
@@ -46,6 +50,10 @@ class LiveTensors:
             gc.unfreeze()  # Python does not list frozen objects
         self.before = _with_gradients(self._found())
         self.saved = [SavedValue(tensor) for tensor in self.before]
+        on_host = _on_host(_objects(nn.Module))
+        self._on_host = [(t, t.detach().clone()) for t in on_host if t.numel() < LARGE]
+        tensors = [*self.before, *on_host]
+        self._grads = [(t, reduced_grad(t)) for t in tensors if may_have_grad(t)]
         self._hidden = {id(one.data) for one in self.saved}
         gc.freeze()
 
@@ -53,32 +61,58 @@ class LiveTensors:
         new = [tensor for tensor in self._found() if id(tensor) not in self._hidden]
         return _with_gradients([*self.before, *new])
 
+    def restore(self) -> None:
+        # Views first: an assignment to one also changes its base.
+        for one in sorted(self.saved, key=lambda one: not is_view(one.tensor)):
+            one.restore()
+        for tensor, value in self._on_host:
+            assign(tensor, value)
+        with on_local_parts():  # what `no_sync` stores stays
+            for tensor, grad in self._grads:
+                tensor.grad = grad
+
     def close(self) -> None:
-        self.before, self.saved = [], []
+        self.before, self.saved, self._on_host, self._grads = [], [], [], []
         gc.collect()
         if not self._keeps_frozen:
             gc.unfreeze()
 
     @staticmethod
     def _found() -> list[torch.Tensor]:
-        # A list of all objects references tuples under construction. A thread that resizes one gets
-        # a SystemError, so no other thread may run Python meanwhile, for up to 2 s.
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(2.0)
-        try:
-            time.sleep(0)  # a thread that waits already runs first
-            objects = gc.get_objects()
-            # type(), because isinstance() reads __class__, which is slow and runs code of objects.
-            kinds = {kind for kind in set(map(type, objects)) if torch.Tensor in kind.__mro__}
-            tensors = list(compress(objects, map(kinds.__contains__, map(type, objects))))
-            del objects
-        finally:
-            sys.setswitchinterval(before)
-            time.sleep(0)  # else a thread that waits since then waits for 2 s
-        found = [tensor for tensor in tensors if is_xla(tensor)]
+        found = [tensor for tensor in _objects(torch.Tensor) if is_xla(tensor)]
         for tensor in found:  # some are referenced only by autograd
             tensor._fix_weakref()
         return found
+
+
+def _objects(kind: type) -> list[Any]:
+    # A list of all objects references tuples under construction. A thread that resizes one gets
+    # a SystemError, so no other thread may run Python meanwhile, for up to 2 s.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(2.0)
+    try:
+        time.sleep(0)  # a thread that waits already runs first
+        objects = gc.get_objects()
+        # type(), because isinstance() reads __class__, which is slow and runs code of objects.
+        kinds = {one for one in set(map(type, objects)) if kind in one.__mro__}
+        found = list(compress(objects, map(kinds.__contains__, map(type, objects))))
+        del objects
+    finally:
+        sys.setswitchinterval(before)
+        time.sleep(0)  # else a thread that waits since then waits for 2 s
+    return found
+
+
+def _on_host(modules: list[nn.Module]) -> list[torch.Tensor]:
+    """Parameters and buffers, such as counters of averages."""
+    found: dict[int, torch.Tensor] = {}
+    for module in modules:
+        for own in (vars(module).get("_parameters"), vars(module).get("_buffers")):
+            for tensor in (own or {}).values():
+                plain = isinstance(tensor, torch.Tensor) and not overrides_dispatch(type(tensor))
+                if plain and tensor.device.type == "cpu":
+                    found[id(tensor)] = tensor
+    return list(found.values())
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,13 +17,12 @@ from ...offload import FETCHED_BYTES, STAGED_BYTES, ShardCopy
 from ...ranks.cpu import call_site
 from ...ranks.cpu.runtime import ONE_AT_A_TIME
 from ...ranks.rank import current_rank
-from ...sharding.gradients import reduced_grad
-from ...sharding.sharded_parameter import local, on_local_parts
+from ...sharding.sharded_parameter import local
 from ...sharding.sharded_tensor import ShardedTensor
 from ...sharding.state import FSDPState, unique_units
 from ...tpu.topology import Slice
 from ..records import HostNeeds
-from .live import LiveTensors, inspect_tensor, is_view, is_xla, may_have_grad
+from .live import LiveTensors, inspect_tensor, is_xla
 from .naming import Naming, plain_name
 from .simulated_rank import SimulatedRank, StepTraced, drop_pending_of_autograd, fill_pending
 from .steady import SteadyOptimizers, named_state, state_tensors
@@ -81,8 +80,9 @@ def trace_step(
     """Calls ``step()`` as rank ``rank`` of ``size``, on ``slice``, and returns its program.
 
     It is the first program with an optimizer step; optimizer state is among its arguments. Tensors
-    and optimizers from outside of ``step`` get their values back; learning rate schedulers stay
-    advanced. ``arguments``: ``LIBTPU_INIT_ARGS`` of a rank there; default: that of this process.
+    on the device, small parameters and buffers on the host, and optimizers from outside of ``step``
+    get their values back; learning rate schedulers stay advanced. ``arguments``:
+    ``LIBTPU_INIT_ARGS`` of a rank there; default: that of this process.
 
     Raises RuntimeError inside a rank of a launch, in SPMD mode, or while this process launches
     ranks or plans; ValueError if nothing is traced on the XLA device.
@@ -136,7 +136,6 @@ class _StepTrace:
         self.calls = 0  # of roots and optimizers since the last cut
         self.parts: list[TracedPart] = []
         self.sent: list[int] = []  # bytes of each gradient
-        self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # on the host, before
 
     def begin(self) -> StepBoundary:
         """Begins the step: its first module is called, or its first optimizer steps."""
@@ -246,17 +245,12 @@ class _StepTrace:
         )
 
     def forget(self) -> None:
-        for shard, grad in self._grads:
-            shard.grad = grad
-        self._grads.clear()
         self.boundary = None
         self.naming.clear()
         self.optimizers.all.clear()
         self.optimizers.stepped.clear()
 
     def _begin_program(self) -> StepBoundary:
-        if not self._grads:
-            self._grads = [(t.shard, t.shard.grad) for t in offloaded_tensors(self.naming.roots)]
         tensors = self.live.all()
         fill_pending(tensors)
         self.boundary = StepBoundary(tensors)
@@ -329,17 +323,11 @@ class _StepTrace:
 @contextlib.contextmanager
 def _state_restored() -> Iterator[LiveTensors]:
     live = LiveTensors()
-    grads = [(tensor, reduced_grad(tensor)) for tensor in live.before if may_have_grad(tensor)]
     try:
         with torch.random.fork_rng(devices=[]), preserve_random_state():
             yield live
     finally:
-        # Views first: an assignment to one also changes its base.
-        for one in sorted(live.saved, key=lambda one: not is_view(one.tensor)):
-            one.restore()
-        with on_local_parts():  # what `no_sync` stores stays
-            for tensor, grad in grads:
-                tensor.grad = grad
+        live.restore()
         live.close()
 
 
