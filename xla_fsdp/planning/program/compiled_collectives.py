@@ -113,10 +113,10 @@ def find_collectives(line: InlinedSchedule) -> Found:
 
 class _CollectiveFinder:
     def __init__(self, line: InlinedSchedule):
-        self._module = line.module
-        # Those that run: by (scope, name) of the instruction that started or forwarded them, or by
-        # what the fusions with their parts share.
-        self._started: dict[tuple[int, str], _Open] = {}
+        self._line, self._module = line, line.module
+        # Those that run: by the place that started or forwarded them, or by what the fusions with
+        # their parts share.
+        self._started: dict[Place, _Open] = {}
         self._in_parts: dict[tuple[str, str, str], list[_Open]] = {}
         self._between: dict[str, _Open] = {}
         self.found: list[_Open] = []
@@ -133,14 +133,14 @@ class _CollectiveFinder:
         elif opcode in ("fusion", *_BY_CALL):
             self._fusion(place)
         elif opcode.endswith(("-update", "-done")):
-            operands = ((place.scope, name) for name in instruction.operands)
-            one = next((self._started[o] for o in operands if o in self._started), None)
+            running = (self._started.get(operand) for operand in self._line.operands(place))
+            one = next(filter(None, running), None)
             if one is None:
                 return
             if opcode.endswith("-done"):
                 self._close(place, one, leaves(instruction.shape))
                 return
-            self._started[place.scope, instruction.name] = one
+            self._started[place] = one
             if opcode == "custom-call-update" and not one.place.instruction.operands:
                 one.place = place  # it begins where it gets its operands
                 self.own.add(place.index)
@@ -157,7 +157,7 @@ class _CollectiveFinder:
             self._between[name] = one
         setattr(one, end, leaves(instruction.shape)[:1])
         self.own.add(place.index)
-        self._started[place.scope, instruction.name] = one
+        self._started[place] = one
 
     def _fusion(self, place: Place) -> None:
         inside = self._collectives_in(place.instruction)
@@ -197,7 +197,7 @@ class _CollectiveFinder:
         one = _Open(place, core, operands, results, fused, asynchronous)
         self.found.append(one)
         if asynchronous:
-            self._started[place.scope, place.instruction.name] = one
+            self._started[place] = one
         if not fused:
             self.own.add(place.index)
         return one
