@@ -24,14 +24,7 @@ from .scopes import asked, parse_scope
 
 # A rare kind counts as one that sends about the same bytes.
 _KINDS = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
-# A collective between slices is a send and a receive with the same name, of the runtime's kinds:
-_BETWEEN = {
-    "ALL_REDUCE": "all-reduce",
-    "ALL_GATHER": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "collective-permute",
-}
+# A collective between slices is a send and a receive with the same name; ONE_TO_ONE is a permute.
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}')
@@ -224,7 +217,7 @@ def _record(module: HloModule, one: _Open, last: int) -> CompiledCollective:
     core, instruction = one.core, one.place.instruction
     between = _MEGASCALE.search(core.attributes) if core.opcode in ("send", "recv") else None
     if between:
-        kind = _BETWEEN.get(between[1], "collective-permute")
+        kind = _KINDS.get(between[1].lower().replace("_", "-"), "collective-permute")
     else:
         kind = _KINDS[core.opcode.removesuffix("-start")]
     emitter = _emitter(core) or _emitter(instruction)
