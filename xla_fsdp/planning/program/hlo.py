@@ -68,14 +68,8 @@ def leaves(shape: Shape | Tuple) -> tuple[Shape, ...]:
 @lru_cache(maxsize=1 << 14)
 def read_shape(text: str) -> Shape | Tuple:
     """Raises ValueError if ``text`` is no shape."""
-    if text[:1] != "(":
-        return _array(text)
-    if text[-1] != ")":
-        raise ValueError(f"not the shape of a tuple: {text[:120]!r}")
-    return Tuple(tuple(read_shape(part.strip()) for part in _split_list(text[1:-1])))
-
-
-def _array(text: str) -> Shape:
+    if text[:1] == "(" and text[-1] == ")":
+        return Tuple(tuple(read_shape(part.strip()) for part in _split_list(text[1:-1])))
     found = _SHAPE.fullmatch(text)
     if found is None:
         raise ValueError(f"not a shape: {text[:120]!r}")
