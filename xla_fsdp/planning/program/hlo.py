@@ -21,7 +21,6 @@ _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-_METADATA = re.compile(r'\bmetadata=\{((?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\})*)\}')
 _FIELD = re.compile(r'\b(\w+)=("(?:[^"\\]|\\.)*"|-?\d+)')
 # An entire string, or one bracket.
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
@@ -113,8 +112,7 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        metadata = _METADATA.search(self.attributes)
-        fields = dict(_FIELD.findall(metadata[1])) if metadata else {}
+        fields = dict(_FIELD.findall(self.attribute("metadata") or ""))
         return _unescape(fields.get("op_name", "")[1:-1])
 
     @cached_property
