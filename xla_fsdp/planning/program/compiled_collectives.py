@@ -24,14 +24,7 @@ from .scopes import asked, parse_scope
 
 # A rare kind counts as one that sends about the same bytes.
 _KINDS = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
-# A collective between slices is a send and a receive with the same name, of the runtime's kinds:
-_BETWEEN = {
-    "ALL_REDUCE": "all-reduce",
-    "ALL_GATHER": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "collective-permute",
-}
+# A collective between slices is a send and a receive with the same name; ONE_TO_ONE is a permute.
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}')
@@ -113,10 +106,10 @@ def find_collectives(line: InlinedSchedule) -> Found:
 
 class _CollectiveFinder:
     def __init__(self, line: InlinedSchedule):
-        self._module = line.module
-        # Those that run: by (scope, name) of the instruction that started or forwarded them, or by
-        # what the fusions with their parts share.
-        self._started: dict[tuple[int, str], _Open] = {}
+        self._line, self._module = line, line.module
+        # Those that run: by the place that started or forwarded them, or by what the fusions with
+        # their parts share.
+        self._started: dict[Place, _Open] = {}
         self._in_parts: dict[tuple[str, str, str], list[_Open]] = {}
         self._between: dict[str, _Open] = {}
         self.found: list[_Open] = []
@@ -133,14 +126,14 @@ class _CollectiveFinder:
         elif opcode in ("fusion", *_BY_CALL):
             self._fusion(place)
         elif opcode.endswith(("-update", "-done")):
-            operands = ((place.scope, name) for name in instruction.operands)
-            one = next((self._started[o] for o in operands if o in self._started), None)
+            running = (self._started.get(operand) for operand in self._line.operands(place))
+            one = next(filter(None, running), None)
             if one is None:
                 return
             if opcode.endswith("-done"):
                 self._close(place, one, leaves(instruction.shape))
                 return
-            self._started[place.scope, instruction.name] = one
+            self._started[place] = one
             if opcode == "custom-call-update" and not one.place.instruction.operands:
                 one.place = place  # it begins where it gets its operands
                 self.own.add(place.index)
@@ -157,7 +150,7 @@ class _CollectiveFinder:
             self._between[name] = one
         setattr(one, end, leaves(instruction.shape)[:1])
         self.own.add(place.index)
-        self._started[place.scope, instruction.name] = one
+        self._started[place] = one
 
     def _fusion(self, place: Place) -> None:
         inside = self._collectives_in(place.instruction)
@@ -197,7 +190,7 @@ class _CollectiveFinder:
         one = _Open(place, core, operands, results, fused, asynchronous)
         self.found.append(one)
         if asynchronous:
-            self._started[place.scope, place.instruction.name] = one
+            self._started[place] = one
         if not fused:
             self.own.add(place.index)
         return one
@@ -224,7 +217,7 @@ def _record(module: HloModule, one: _Open, last: int) -> CompiledCollective:
     core, instruction = one.core, one.place.instruction
     between = _MEGASCALE.search(core.attributes) if core.opcode in ("send", "recv") else None
     if between:
-        kind = _BETWEEN.get(between[1], "collective-permute")
+        kind = _KINDS.get(between[1].lower().replace("_", "-"), "collective-permute")
     else:
         kind = _KINDS[core.opcode.removesuffix("-start")]
     emitter = _emitter(core) or _emitter(instruction)

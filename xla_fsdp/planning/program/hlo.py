@@ -21,7 +21,6 @@ _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-_METADATA = re.compile(r'\bmetadata=\{((?:[^{}"]|"(?:[^"\\]|\\.)*"|\{[^{}]*\})*)\}')
 _FIELD = re.compile(r'\b(\w+)=("(?:[^"\\]|\\.)*"|-?\d+)')
 # An entire string, or one bracket.
 _NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
@@ -68,14 +67,8 @@ def leaves(shape: Shape | Tuple) -> tuple[Shape, ...]:
 @lru_cache(maxsize=1 << 14)
 def read_shape(text: str) -> Shape | Tuple:
     """Raises ValueError if ``text`` is no shape."""
-    if text[:1] != "(":
-        return _array(text)
-    if text[-1] != ")":
-        raise ValueError(f"not the shape of a tuple: {text[:120]!r}")
-    return Tuple(tuple(read_shape(part.strip()) for part in _split_list(text[1:-1])))
-
-
-def _array(text: str) -> Shape:
+    if text[:1] == "(" and text[-1] == ")":
+        return Tuple(tuple(read_shape(part.strip()) for part in _split_list(text[1:-1])))
     found = _SHAPE.fullmatch(text)
     if found is None:
         raise ValueError(f"not a shape: {text[:120]!r}")
@@ -119,8 +112,7 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        metadata = _METADATA.search(self.attributes)
-        fields = dict(_FIELD.findall(metadata[1])) if metadata else {}
+        fields = dict(_FIELD.findall(self.attribute("metadata") or ""))
         return _unescape(fields.get("op_name", "")[1:-1])
 
     @cached_property

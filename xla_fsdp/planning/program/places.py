@@ -13,7 +13,6 @@ import numpy as np
 
 from .hlo import HloComputation, HloModule, Instruction, Shape, Tuple, leaves
 
-InstructionKey = tuple[int, str]  # scope and name of an instruction
 _WITHOUT_OPERANDS = ("parameter", "constant")  # with a number or a literal instead
 
 
@@ -43,13 +42,13 @@ class InlinedSchedule:
     notes: list[str]
 
     @cached_property
-    def by_key(self) -> Mapping[InstructionKey, Place]:
+    def _by_name(self) -> Mapping[tuple[int, str], Place]:
         return {(place.scope, place.instruction.name): place for place in self.places}
 
-    def operands(self, place: Place) -> list[InstructionKey]:
+    def operands(self, place: Place) -> list[Place]:
         if place.instruction.opcode in _WITHOUT_OPERANDS:
             return []
-        return [(place.scope, name) for name in place.instruction.operands]
+        return [self._by_name[place.scope, name] for name in place.instruction.operands]
 
 
 def inline_schedule(module: HloModule) -> InlinedSchedule:

@@ -233,7 +233,7 @@ def _host_copies(line: InlinedSchedule) -> Iterator[HostCopy]:
         kind = place.instruction.opcode.removesuffix("-start")
         if kind not in _COPIES:
             continue
-        given = [leaves(line.by_key[o].instruction.shape)[0] for o in line.operands(place)]
+        given = [leaves(one.instruction.shape)[0] for one in line.operands(place)]
         if kind == "dynamic-update-slice":  # in place: it moves what is written
             target, source = given[:2]
             size = source.bytes
@@ -245,7 +245,7 @@ def _host_copies(line: InlinedSchedule) -> Iterator[HostCopy]:
             target = leaves(place.instruction.shape)[len(given) if slices else 0]
             size = target.bytes
         if (source.space == HOST) != (target.space == HOST):
-            done = ends.get((place.scope, place.instruction.name), place.index)
+            done = ends.get(place, place.index)
             yield HostCopy(place.index, done, size, target.space == HOST, place.times)
 
 

@@ -69,14 +69,14 @@ class Labels:
 
     def __init__(self, line: InlinedSchedule, known: Mapping[str, tuple[str, str]]):
         self._module = line.module
-        by_name: dict[tuple[int, str], tuple[str, str]] = {}
         self._known: dict[int, tuple[str, str]] = {}
         for place in line.places:
             instruction = place.instruction
             found = known.get(instruction.name) or parse_scope(self._name(instruction))
             if not any(found) and instruction.opcode in _MOVES:
-                found = by_name.get(next(iter(line.operands(place)), (0, "")), ("", ""))
-            by_name[place.scope, instruction.name] = self._known[id(instruction)] = found
+                for operand in line.operands(place)[:1]:
+                    found = self._known.get(id(operand.instruction), found)
+            self._known[id(instruction)] = found
 
     def of(self, instruction: Instruction) -> tuple[str, str]:
         return self._known[id(instruction)]

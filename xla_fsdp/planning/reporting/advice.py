@@ -226,6 +226,10 @@ def _gathers_of_backward(schedule: Schedule) -> list[CompiledCollective]:
     return [c for c in schedule.collectives if (c.kind, c.phase) == ("all-gather", "backward")]
 
 
+def _waited_gathers(schedule: Schedule) -> list[CompiledCollective]:
+    return [c for c in schedule.collectives if c.kind == "all-gather" and not c.asynchronous]
+
+
 def _full_bytes(found: Situation) -> int:
     """Full parameters of all units but the outermost."""
     return sum(one.bytes for unit in found.units if unit.name for one in unit.gathered)
@@ -315,10 +319,7 @@ def _one_loop(found: Situation) -> Iterator[str]:
 
 def _gathers_of_loops(found: Situation) -> Iterator[Suggestion]:
     """Gathers in a loop overlap with compute only with ``prefetch``."""
-    waited = [
-        one for one in found.schedule.collectives
-        if one.kind == "all-gather" and one.times > 1 and not one.asynchronous
-    ]  # fmt: skip
+    waited = [one for one in _waited_gathers(found.schedule) if one.times > 1]
     if waited and found.overlaps_gathers and _full_bytes(found) / len(waited) <= found.free:
         how = "scan_blocks(prefetch=True), or no scan_blocks (at most, if all gathers overlap)"
         yield Suggestion(found.saved_without(waited), how)
@@ -358,10 +359,7 @@ def _smaller_units(found: Situation) -> Iterator[Suggestion]:
         return
     elements = sum(unit.elements for unit in found.units)
     size = sum(one.bytes for one in largest.gathered)
-    waited = [
-        one for one in found.schedule.collectives
-        if one.kind == "all-gather" and not one.asynchronous and one.times == 1
-    ]  # fmt: skip
+    waited = [one for one in _waited_gathers(found.schedule) if one.times == 1]
     if largest.elements >= _LARGE_SHARE * elements and size >= _LARGE_UNIT and waited:
         name = largest.name or "the model"
         part = f"{100 * largest.elements / elements:.0f} %"

@@ -49,9 +49,8 @@ def page(report: Report) -> str:
     return document(f"{report.title or 'xla_fsdp plan'}: {report.topology}", parts)
 
 
-def document(title: str, parts: Sequence[str], style: str = "") -> str:
-    """``style``: more CSS."""
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}{style}</style>'
+def document(title: str, parts: Sequence[str]) -> str:
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     body = "\n".join(parts)
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
@@ -82,11 +81,11 @@ def require_parent(path: str | os.PathLike[str]) -> Path:
     return place
 
 
-def target_of_plot(path: str | os.PathLike[str], suffixes: Sequence[str] = (".html",)) -> Path:
+def target_of_plot(path: str | os.PathLike[str], suffixes: Sequence[str]) -> Path:
     """Raises ValueError, FileNotFoundError or MissingExtraError if the path cannot be written."""
     place = require_parent(path)
     if not place.name.lower().endswith(tuple(suffixes)):
-        allowed = f"{'is' if len(suffixes) == 1 else 'are'} {', '.join(suffixes)}"
-        raise ValueError(f"cannot plot to {str(path)!r}: allowed {allowed}; rename the file")
+        allowed = ", ".join(suffixes)
+        raise ValueError(f"cannot plot to {str(path)!r}: allowed are {allowed}; rename the file")
     extras.require_extra("plan", "a plot", ("matplotlib",))
     return place

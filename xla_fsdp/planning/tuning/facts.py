@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ...layers.saved_activations import ATTENTION
 from ...tpu.chips import Chip
 from ..program.flops import flops_of, is_kernel, kernel_cycles
 from ..program.hlo import HloModule, Instruction, leaves, parse_module
-from ..program.places import InstructionKey, Place, inline_schedule
+from ..program.places import Place, inline_schedule
 from ..program.scopes import parse_scope
 from ..records import KINDS
 from ..tracing.step import TracedStep
@@ -179,18 +179,16 @@ class Activations:
         self.seconds = dict.fromkeys(units, 0.0)
         self.again: dict[str, list[Again]] = {}
         self._line, self._chip = inline_schedule(module), chip
-        self._places = self._line.by_key
         # Kernels have only JAX's names, after those of the calling instruction.
-        self._phases = {key: parse_scope(place.path) for key, place in self._places.items()}
-        self._sources: dict[InstructionKey, frozenset[InstructionKey]] = {}
-        for key, place in self._places.items():
-            self._sources[key] = self._sources_of(key, place)
+        self._phases = {place: parse_scope(place.path) for place in self._line.places}
+        self._sources: dict[Place, frozenset[Place]] = {}
+        for place in self._line.places:
+            self._sources[place] = self._sources_of(place)
         unit = functools.cache(lambda module: innermost_unit(module, units))
-        for key in self._saved_keys():
-            place = self._places[key]
-            self.saved[unit(self._phases[key][1])] += place.times * _result_bytes(place.instruction)
-        for key, place in self._places.items():
-            (phase, name), instruction = self._phases[key], place.instruction
+        for place in self._saved_places():
+            self.saved[unit(self._phases[place][1])] += place.times * _bytes_of([place])
+        for place, (phase, name) in self._phases.items():
+            instruction = place.instruction
             if instruction.opcode in _FUSED | _GIVEN | _WHOLE | _INLINED:
                 continue
             kernel, size = is_kernel(instruction), _result_bytes(instruction)
@@ -214,51 +212,49 @@ class Activations:
             return (kernel_cycles(instruction, self._chip) or 0) / self._chip.clock_hz, flops
         moved = _result_bytes(instruction)
         for operand in self._line.operands(place):
-            own = _result_bytes(self._places[operand].instruction)
-            made_of = sum(
-                _result_bytes(self._places[o].instruction) for o in self._sources[operand]
-            )
+            own, made_of = _bytes_of([operand]), _bytes_of(self._sources[operand])
             moved += min(own, made_of) if made_of else own
         return max(flops / self._chip.device_flops, moved / self._chip.device_hbm_bandwidth), flops
 
-    def _saved_keys(self) -> set[InstructionKey]:
-        saved: set[InstructionKey] = set()
-        for key, place in self._places.items():
-            if self._phases[key][0] not in ("backward", "optimizer"):
+    def _saved_places(self) -> set[Place]:
+        saved: set[Place] = set()
+        for place, (phase, _) in self._phases.items():
+            if phase not in ("backward", "optimizer"):
                 continue
             for operand in self._line.operands(place):
-                if operand not in self._places or self._phases[operand][0] != "forward":
+                if self._phases[operand][0] != "forward":
                     continue
                 if place.instruction.opcode in _WHOLE:
                     saved.add(self._moved_from(operand))
                 else:
                     saved |= self._sources[operand]
         return {
-            key for key in saved
-            if self._phases[key][0] == "forward"
-            and self._places[key].instruction.opcode not in _GIVEN | _WHOLE
+            place for place in saved
+            if self._phases[place][0] == "forward"
+            and place.instruction.opcode not in _GIVEN | _WHOLE
         }  # fmt: skip
 
-    def _moved_from(self, key: InstructionKey) -> InstructionKey:
-        while self._places[key].instruction.opcode in _MOVED:
-            (key,) = self._line.operands(self._places[key])[:1]
-        return key
+    def _moved_from(self, place: Place) -> Place:
+        while place.instruction.opcode in _MOVED:
+            place = self._line.operands(place)[0]
+        return place
 
-    def _sources_of(self, key: InstructionKey, place: Place) -> frozenset[InstructionKey]:
-        """The sources of ``key`` through all fusible operations; those of operands are known."""
+    def _sources_of(self, place: Place) -> frozenset[Place]:
+        """The sources through all fusible operations; those of operands are known."""
         if place.instruction.opcode not in _FUSED:
-            return frozenset([key])
-        found = frozenset[InstructionKey]().union(
-            *(self._sources[o] for o in self._line.operands(place))
-        )
+            return frozenset([place])
+        found = frozenset[Place]().union(*(self._sources[o] for o in self._line.operands(place)))
         # The compiler does not recompute a chain whose sources are much larger.
-        instructions = [self._places[one].instruction for one in found]
-        large = sum(_result_bytes(one) for one in instructions if one.opcode not in _GIVEN)
-        return frozenset([key]) if large > 2 * _result_bytes(place.instruction) else found
+        large = _bytes_of(one for one in found if one.instruction.opcode not in _GIVEN)
+        return frozenset([place]) if large > 2 * _bytes_of([place]) else found
 
 
 def _result_bytes(instruction: Instruction) -> int:
     return sum(leaf.bytes for leaf in leaves(instruction.shape))
+
+
+def _bytes_of(places: Iterable[Place]) -> int:
+    return sum(_result_bytes(place.instruction) for place in places)
 
 
 def again_in(unit: str, found: Mapping[str, list[Again]]) -> tuple[Again, ...]:

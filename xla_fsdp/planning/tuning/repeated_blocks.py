@@ -92,17 +92,9 @@ def _repeated(model: nn.Module) -> type[nn.Module] | None:
 
 def _outermost_blocks(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.Module]:
     found: list[nn.Module] = []
-
-    def look(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, classes):
-                if child not in found:
-                    found.append(child)
-            else:
-                look(child)
-
-    look(model)
-    return found
+    for child in model.children():
+        found += [child] if isinstance(child, classes) else _outermost_blocks(child, classes)
+    return list(dict.fromkeys(found))
 
 
 class BlockRow(nn.Sequential):

@@ -48,10 +48,6 @@ _DECIDED = frozenset(
 Kept = int | tuple[int | str, ...]
 
 
-def keeps_by_name(kept: Kept) -> bool:
-    return isinstance(kept, tuple) and any(isinstance(one, str) for one in kept)
-
-
 def keeps(kept: Kept, number: int, name: str = "") -> bool:
     return 0 <= number < kept if isinstance(kept, int) else number in kept or name in kept
 
@@ -159,7 +155,7 @@ class ShardingSettings:
         for name in (*_ALLOWED, "collective_routes"):
             require_allowed(name, getattr(self, name))
         scan, units, kept = self.scan, self.units, self.kept_blocks
-        by_size = isinstance(self.units, int)
+        by_name = isinstance(kept, tuple) and any(isinstance(one, str) for one in kept)
         cannot_keep = "a loop cannot keep gathered parameters"
         of_the_loop = "it is an option of the loop; set scan=True"
         for wrong, one, other, why in (
@@ -176,9 +172,9 @@ class ShardingSettings:
              "only inputs of recomputed blocks are offloaded"),
             (kept and units == "model", "kept_blocks", "units",
              "the outermost unit keeps its parameters anyway"),
-            (kept and keeps_by_name(kept) == (units == "blocks"), "kept_blocks", "units",
+            (kept and by_name == (units == "blocks"), "kept_blocks", "units",
              "select blocks by numbers, units by size by names"),
-            (by_size and isinstance(self.recompute, int), "recompute", "units",
+            (isinstance(units, int) and isinstance(self.recompute, int), "recompute", "units",
              'with units by size it must be "all" or "none"'),
         ):  # fmt: skip
             if wrong:
