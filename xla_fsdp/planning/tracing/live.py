@@ -51,7 +51,7 @@ class LiveTensors:
         self.before = _with_gradients(self._found())
         self.saved = [SavedValue(tensor) for tensor in self.before]
         on_host = _on_host(_objects(nn.Module))
-        self._on_host = [(t, t.detach().clone()) for t in on_host if t.numel() < LARGE]
+        self._on_host = [(t, t.detach().clone()) for t in on_host if _is_small(t)]
         tensors = [*self.before, *on_host]
         self._grads = [(t, reduced_grad(t)) for t in tensors if may_have_grad(t)]
         self._hidden = {id(one.data) for one in self.saved}
@@ -66,7 +66,8 @@ class LiveTensors:
         for one in sorted(self.saved, key=lambda one: not is_view(one.tensor)):
             one.restore()
         for tensor, value in self._on_host:
-            assign(tensor, value)
+            if not torch.equal(_bytes(tensor), _bytes(value)):  # else it may be read-only
+                assign(tensor, value)
         with on_local_parts():  # what `no_sync` stores stays
             for tensor, grad in self._grads:
                 tensor.grad = grad
@@ -113,6 +114,17 @@ def _on_host(modules: list[nn.Module]) -> list[torch.Tensor]:
                 if plain and tensor.device.type == "cpu":
                     found[id(tensor)] = tensor
     return list(found.values())
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Copies of large ones may exceed the memory."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_quantized
+    return plain and tensor.layout is torch.strided and tensor.numel() < LARGE
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
 
 
 def _with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
