@@ -156,6 +156,7 @@ def test_views_from_outside_are_no_outputs():
     alone, same = (trace_step(step, 0, 1).program for _ in range(2))
     for make in (
         lambda: [torch.arange(24.0).to("xla")[2:7]],
+        lambda: [nn.Parameter(x.new_ones(24)[2:7]), x.new_ones(24).view(6, 4)[2:4].data],
         lambda: [one.view(3, 4) for one in nn.Parameter(x.new_ones(24)).split([12, 12])],
         lambda: [weight.detach()[2:5], mean[1:3], weight.t(), mean.expand(2, 6)[0], mean.detach()],
     ):

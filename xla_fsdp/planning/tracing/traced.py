@@ -103,7 +103,10 @@ class StepBoundary:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._by_alias: dict[int, int] = {}  # alias id to buffer handle
         self._read: frozenset[int] = frozenset()
-        self.note([inspect_tensor(tensor) for tensor in tensors])
+        live = [inspect_tensor(tensor) for tensor in tensors]
+        self.note(live)
+        # Views may stay computations on their base. An update would give them another id.
+        self._views = frozenset(one.tensor_id for one in live if one.pending)
 
     def note(self, tensors: Iterable[LiveTensor]) -> None:
         known = [one for one in tensors if not one.pending]
@@ -127,7 +130,8 @@ class StepBoundary:
         """
         live = [inspect_tensor(tensor) for tensor in tensors]
         # Several Python objects may have one value.
-        outputs = list({one.tensor_id: one for one in live if one.pending}.values())
+        pending = {one.tensor_id: one for one in live if one.pending}
+        outputs = [one for key, one in pending.items() if key not in self._views]
         outputs.sort(key=lambda one: one.tensor_id)
         if not outputs:
             return None
