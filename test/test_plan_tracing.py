@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import re
+import weakref
 from unittest import mock
 
 import pytest
@@ -96,9 +97,13 @@ def test_what_was_there_before_is_untouched():
     model = nn.Linear(16, 16).to("xla")
     stepper = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     x = torch.ones(2, 16).to("xla")
-    model(x).sum().backward()
+    for _ in range(2):  # state of the optimizer, then gradients
+        stepper.step()
+        model(x).sum().backward()
     torch_xla.sync()
     pending = x * 3
+    with torch.inference_mode():
+        inference = x * 4
     before = [p.detach().cpu().clone() for p in model.parameters()]
     grads = [p.grad.cpu().clone() for p in model.parameters()]
     random = torch.get_rng_state()
@@ -108,14 +113,17 @@ def test_what_was_there_before_is_untouched():
         loss = model(x).square().sum()
         loss.backward()
         stepper.step()
+        stepper.zero_grad(set_to_none=False)
         torch_xla.sync()
 
-    trace_step(step, 0, 8)
+    programs = [trace_step(step, 0, 8).program for _ in range(2)]
+    assert programs[0].donated == programs[1].donated and len(programs[0].donated) == 6
     assert torch.equal(torch.get_rng_state(), random)
     for parameter, value, grad in zip(model.parameters(), before, grads, strict=True):
         assert torch.equal(parameter.detach().cpu(), value)
         assert torch.equal(parameter.grad.cpu(), grad)
-    assert torch.equal(pending.cpu(), torch.full((2, 16), 3.0))
+    for value, expected in ((pending, 3.0), (inference, 4.0)):
+        assert torch.equal(value.cpu(), torch.full((2, 16), expected))
 
 
 @without_ranks
@@ -172,18 +180,25 @@ def test_views_from_outside_are_no_outputs():
 @without_ranks
 def test_frozen_objects_are_found():
     """Python's garbage collector does not list what ``gc.freeze`` froze."""
-    programs = []
-    for freeze in (lambda: None, gc.freeze):
+
+    def plan(freeze):
+        freeze()
         model = nn.Linear(16, 16).to("xla")
+        model.me = [model]  # only the garbage collector frees it
         stepper = torch.optim.SGD(model.parameters(), lr=0.5)
         x = torch.ones(2, 16).to("xla")
         freeze()
 
-        def step(model=model, stepper=stepper, x=x):
+        def step():
             model(x).sum().backward()
             stepper.step()
 
-        programs.append(trace_step(step, 0, 1).program)
+        return trace_step(step, 0, 1).program, weakref.ref(model)
+
+    plans = [plan(freeze) for freeze in (lambda: None, gc.freeze)]
+    gc.collect()
+    assert [model() for _, model in plans] == [None, None]
+    programs = [program for program, _ in plans]
     assert sorted(programs[0].donated) and programs[0].fingerprint == programs[1].fingerprint
 
 

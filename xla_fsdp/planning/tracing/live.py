@@ -38,16 +38,13 @@ class LiveTensors:
     """Finds every XLA tensor that Python references, with gradients.
 
     A search through all objects is slow, so those that exist at the start are frozen
-    (``gc.freeze``) until :meth:`close`, or for good if the caller froze some. :meth:`all` includes
-    ``before``, the tensors of the start, not ``saved``. :meth:`restore` restores their values,
-    those of small parameters and buffers on the host, and gradients.
+    (``gc.freeze``) until :meth:`close`, which also unfreezes what the caller froze. :meth:`all`
+    includes ``before``, the tensors of the start, not ``saved``. :meth:`restore` restores their
+    values, those of small parameters and buffers on the host, and gradients.
     """
 
     def __init__(self) -> None:
-        self._keeps_frozen = gc.get_freeze_count() > 0
-        if self._keeps_frozen:
-            gc.collect()  # else garbage would be frozen too
-            gc.unfreeze()  # Python does not list frozen objects
+        gc.unfreeze()  # Python does not list frozen objects
         self.before = _with_gradients(self._found())
         self.saved = [SavedValue(tensor) for tensor in self.before]
         on_host = _on_host(_objects(nn.Module))
@@ -75,8 +72,7 @@ class LiveTensors:
     def close(self) -> None:
         self.before, self.saved, self._on_host, self._grads = [], [], [], []
         gc.collect()
-        if not self._keeps_frozen:
-            gc.unfreeze()
+        gc.unfreeze()
 
     @staticmethod
     def _found() -> list[torch.Tensor]:
@@ -172,9 +168,12 @@ class SavedValue:
 def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Gives ``tensor`` the value of ``data``, of the same shape and dtype, without tracing.
 
-    Where torch allows no copy in place (expanded, inference mode), views keep their value.
+    Where torch allows no copy in place (expanded), views keep their value.
     """
-    with torch.no_grad(), on_local_parts(), torch.autograd._unsafe_preserve_version_counter(tensor):
+    preserve = torch.autograd._unsafe_preserve_version_counter
+    # Inference tensors have no version, and change only in inference mode.
+    mode = torch.inference_mode() if tensor.is_inference() else preserve(tensor)
+    with torch.no_grad(), on_local_parts(), mode:
         try:
             tensor.copy_(data)
         except RuntimeError:

@@ -164,10 +164,10 @@ def fill_pending(tensors: Iterable[torch.Tensor], value: float = 0.0) -> None:
             else:
                 filled = fake_cpu_tensor(shape, tensor.dtype)
             placeholder = as_data(filled, tensor.device)
-            if is_view(tensor):  # an assignment would also change its base
-                fill_([tensor], [placeholder])
-            else:
+            if not is_view(tensor):  # an assignment would also change the base of a view
                 assign(tensor, placeholder)
+            if is_pending(tensor):
+                fill_([tensor], [placeholder])
 
 
 def drop_pending_of_autograd() -> None:
