@@ -345,6 +345,40 @@ def test_replicas_are_saved_once_and_open_their_own_file_and_that_with_their_sha
     assert ranges == [(0, 640), (640, 1200), (0, 0), (0, 0)]
 
 
+class Scaled(nn.Module):
+    """Has only a 0-d parameter: shapes do not tell which state is one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@on_each_rank(1)
+def test_state_of_a_single_number_is_told_from_a_count(rank, size, folder):
+    builds = {"alone": Scaled, "sharded": lambda: FSDP(Scaled(), flatten_parameters=True)}
+    values = {}
+    for saved in builds:
+        model = builds[saved]().to("xla")
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(3, device="xla")).sum().backward()
+        optimizer.step()
+        xla_fsdp.save_checkpoint(f"{folder}/{saved}", model, optimizer, step=1)
+        for loaded, build in builds.items():
+            other = build().to("xla")
+            again = torch.optim.Adam(other.parameters())
+            xla_fsdp.load_checkpoint(f"{folder}/{saved}", other, again)
+            other(torch.ones(3, device="xla")).sum().backward()
+            again.step()
+            values[saved, loaded] = xla_fsdp.full_state_dict(other, rank0_only=False)["scale"]
+            (holder,) = other.parameters()
+            assert again.state[holder]["exp_avg"].shape == holder.shape
+            assert again.state[holder]["step"].shape == () and again.state[holder]["step"] == 2
+    assert len({value.item() for value in values.values()}) == 1, values
+
+
 @on_each_rank(1)
 def test_a_backward_after_loading_is_not_that_of_the_forward(rank, size, folder):
     model = nn.Linear(3, 2).to("xla")

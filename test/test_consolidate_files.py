@@ -453,6 +453,7 @@ DAMAGES = {
     "members-overlap": about(*BLOCK, "members", 3, "offset", value=11),
     "members-gap": about(*BLOCK, "members", 0, "offset", value=1),
     "name-twice": about(*BLOCK, "members", 1, "names", value=["block.fc.weight"]),
+    "dtype-unknown": about("buffers", "norm.mean", value="float31"),
     "dtype-not-a-dtype": about("buffers", "norm.mean", value="nn"),
 }
 

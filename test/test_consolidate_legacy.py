@@ -289,13 +289,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("what", [*OPTIMIZERS, "missing"])
+@pytest.mark.parametrize("what", [*OPTIMIZERS, "not one", "missing"])
 def test_optimizer_that_cannot_be_matched(tmp_path, capsys, what):
     files = with_optimizer(rank_files(small_model(), 2))
     if what in OPTIMIZERS:
         OPTIMIZERS[what](files[1]["optimizer"])
     else:
-        files[1]["optimizer"] = None
+        files[1]["optimizer"] = [1] if what == "not one" else None
     prefix = save(files, tmp_path)
     before = sorted(tmp_path.iterdir())
     options = ("--ckpt_prefix", prefix, "--optimizer", "--save_path", tmp_path / "out")

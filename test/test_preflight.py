@@ -2,6 +2,7 @@
 
 import gc
 import socket
+import time
 import warnings
 
 import pytest
@@ -267,6 +268,16 @@ def test_redirects_are_not_followed(preflight, api):
         assert "302" in refusal(done)
         assert "302" in refusal(preflight("--retries=0", "--discovery_url", door.url))
         assert elsewhere.asked == [] and len(door.asked) == 2
+
+
+def test_a_metadata_server_that_leads_elsewhere_or_never_ends(preflight):
+    with Server(COMPLETE) as other, Server(redirect(other.url)) as door, Server(DRIPPING) as slow:
+        for server in (door, slow):
+            began = time.monotonic()
+            done = preflight(where=(), env={"GCE_METADATA_HOST": server.host})
+            assert "give --zone and --project" in refusal(done)
+            assert server.asked and time.monotonic() - began < 60
+        assert other.asked == []
 
 
 @pytest.mark.parametrize(

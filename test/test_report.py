@@ -14,6 +14,7 @@ from reports import GIB, given_up, make, refused
 from xla_fsdp.planning.compiling.plan_cache import CompiledStep
 from xla_fsdp.planning.make_report import report_on_parts
 from xla_fsdp.planning.records import Buffer, CompilerMemory
+from xla_fsdp.planning.reporting.page import page
 from xla_fsdp.planning.reporting.report import Report
 from xla_fsdp.planning.tracing.step import TracedPart, TracedStep
 from xla_fsdp.planning.tracing.traced import TracedProgram
@@ -63,6 +64,23 @@ def test_where_the_time_goes():
     report = make(schedule=dataclasses.replace(report.schedule, ops=ops))
     assert report.time_by_kind["optimizer"] == pytest.approx(report.timing.compute)
     assert not refused().time_by_kind and not given_up().time_by_kind
+
+
+def test_page_has_the_tables_of_the_text():
+    report = make()
+    cells = re.sub(r"</td><td[^>]*>", "  ", re.sub("<img[^>]*>", "", page(report)))
+    lines = [line.strip() for line in re.sub("<[^>]+>", "\n", cells).splitlines()]
+    kind, seconds = next(iter(report.time_by_kind.items()))
+    for title, row in (
+        (
+            "Where the time goes: MODEL",
+            f"{kind}  {1e3 * seconds:.2f} ms  {100 * seconds / report.timing.step:.1f} %",
+        ),
+        ("Compute by module, ms: MODEL", "blocks.N (2)  9.00  3.00  6.00  0.00  0.00"),
+        ("HBM at the peak, by kind", ""),
+    ):
+        (start,) = [n for n, line in enumerate(lines) if line.startswith(title)]
+        assert row in lines[start:], (title, row)
 
 
 def test_a_step_of_several_programs_says_why_nothing_is_suggested():
