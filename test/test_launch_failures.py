@@ -279,6 +279,8 @@ text = str(raises(CollectiveMismatchError, [], step, (), 2))
 assert text.count("<stdin>:3 in step") == text.count("<stdin>:4 in step") == 2, text
 """,
     "tensors that were kept are usable": """
+import gc
+
 kept = {}
 
 def fail(rank):
@@ -288,6 +290,7 @@ def fail(rank):
     kept[rank] = {"ready": ready, "gathered": gathered, "local": ready + 1,
                   "int": xm.all_reduce("sum", ready.int())}
     xm.add_step_closure(print, args=("a closure of the failed launch",))
+    gc.freeze()  # Python no longer lists them
     if rank == 0:
         xm.all_gather(gathered)
     torch_xla.sync()
