@@ -149,6 +149,51 @@ def test_tensors_on_the_host_are_untouched():
         assert torch.allclose(count, value, equal_nan=True)
 
 
+class _Normalize(nn.Module):
+    def forward(self, images):
+        return (images.float() / 255 - 0.5) / 0.2
+
+
+@without_ranks
+def test_what_is_computed_before_the_first_call_belongs_to_the_program():
+    """Where the model existed before the step, or before a sync in it."""
+    images = torch.randint(0, 255, (8, 16), dtype=torch.uint8).to("xla")
+    updated = torch.zeros(4, device="xla")
+    torch_xla.sync()
+
+    def program(build, when, inside=False):
+        model = build() if when == "before" else None
+
+        def step():
+            mine, normalize = model or build(), _Normalize()
+            if when == "synced":
+                torch_xla.sync()
+            stepper = torch.optim.SGD(mine.parameters(), lr=0.1)
+            for _ in range(2):
+                updated.add_(1)
+                if inside:
+                    nn.Sequential(normalize, mine)(images).sum().backward()
+                else:
+                    mine(normalize.forward(images)).sum().backward()
+                stepper.step()
+                torch_xla.sync()
+
+        traced = trace_step(step, 0, 1).program
+        assert 0 in traced.donated or inside, "what is updated in place before the call"
+        return described(traced)[2]
+
+    for build, cases in (
+        (
+            lambda: nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8)).to("xla"),
+            ("before", "synced"),
+        ),
+        (lambda: FSDP(nn.Sequential(FSDP(nn.Linear(16, 8)), nn.GELU())), ("before", "built")),
+    ):
+        expected = program(build, "synced", inside=True)
+        for when in cases:
+            assert program(build, when) == expected, (build, when)
+
+
 @without_ranks
 def test_views_from_outside_are_no_outputs():
     """A sync does not compute a view, even if its base is updated."""

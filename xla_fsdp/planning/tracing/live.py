@@ -6,6 +6,7 @@ import gc
 import re
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -52,11 +53,22 @@ class LiveTensors:
         tensors = [*self.before, *on_host]
         self._grads = [(t, reduced_grad(t)) for t in tensors if may_have_grad(t)]
         self._hidden = {id(one.data) for one in self.saved}
+        self._known: dict[int, weakref.ref] = {}
         gc.freeze()
 
     def all(self) -> list[torch.Tensor]:
         new = [tensor for tensor in self._found() if id(tensor) not in self._hidden]
         return _with_gradients([*self.before, *new])
+
+    def note_models(self) -> None:
+        """From now on, :meth:`has_new_model` counts what exists as known."""
+        self._known = {id(one): weakref.ref(one) for one in _models()}
+
+    def has_new_model(self) -> bool:
+        """Whether there are new parameters, or modules with parameters or buffers."""
+        models = _models()
+        known = (self._known.get(id(one)) for one in models)
+        return any(ref is None or ref() is not one for ref, one in zip(known, models, strict=True))
 
     def restore(self) -> None:
         # Views first: an assignment to one also changes its base.
@@ -100,16 +112,21 @@ def _objects(kind: type) -> list[Any]:
     return found
 
 
-def _on_host(modules: list[nn.Module]) -> list[torch.Tensor]:
+def _models() -> list[Any]:
+    """Without those that existed at the start, which are frozen."""
+    return [*_objects(nn.Parameter), *filter(_own_tensors, _objects(nn.Module))]
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
     """Parameters and buffers, such as counters of averages."""
-    found: dict[int, torch.Tensor] = {}
-    for module in modules:
-        for own in (vars(module).get("_parameters"), vars(module).get("_buffers")):
-            for tensor in (own or {}).values():
-                plain = isinstance(tensor, torch.Tensor) and not overrides_dispatch(type(tensor))
-                if plain and tensor.device.type == "cpu":
-                    found[id(tensor)] = tensor
-    return list(found.values())
+    kinds = (vars(module).get("_parameters"), vars(module).get("_buffers"))
+    return [one for own in kinds for one in (own or {}).values() if isinstance(one, torch.Tensor)]
+
+
+def _on_host(modules: list[nn.Module]) -> list[torch.Tensor]:
+    tensors = {id(tensor): tensor for module in modules for tensor in _own_tensors(module)}
+    plain = (one for one in tensors.values() if not overrides_dispatch(type(one)))
+    return [tensor for tensor in plain if tensor.device.type == "cpu"]
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

@@ -107,6 +107,7 @@ def trace_step(
             simulated = SimulatedRank(rank, size, run.cut, run.read, slice, arguments)
             with run.naming.active(), run.optimizers.active(), simulated:
                 try:
+                    run.start()
                     result = step()  # stays referenced, as in a training loop
                     run.end()
                     del result
@@ -125,6 +126,7 @@ class _StepTrace:
         self.naming = Naming(self.begin)
         self.optimizers = SteadyOptimizers(self.naming, self.state_made, self.repeat)
         self.boundary: StepBoundary | None = None
+        self._synced: StepBoundary | None = None  # at the last sync, or before the step
         self.found: TracedProgram | None = None
         self.bound: int | None = None
         self.units: tuple[TracedUnit, ...] = ()
@@ -137,10 +139,21 @@ class _StepTrace:
         self.parts: list[TracedPart] = []
         self.sent: list[int] = []  # bytes of each gradient
 
+    def start(self) -> None:
+        """Called before the step, and where it syncs before its first module is called."""
+        self._synced = self._boundary_here()
+        self.live.note_models()
+
     def begin(self) -> StepBoundary:
-        """Begins the step: its first module is called, or its first optimizer steps."""
+        """The first module is called, or the first optimizer steps.
+
+        What was traced since the last sync belongs to the program, unless it builds a model.
+        """
         self._count()
-        return self.boundary or self._begin_program()
+        if self.boundary is None:
+            known = self._synced if not self.live.has_new_model() else None
+            self.boundary = known or self._boundary_here()
+        return self.boundary
 
     def state_made(self, optimizer: torch.optim.Optimizer) -> None:
         boundary = self.begin()
@@ -153,12 +166,12 @@ class _StepTrace:
         if self.over:
             raise StepTraced  # the caller's code caught the first one
         if self.boundary is None:
-            fill_pending(self.live.all())
+            self.start()
             return
         self._lower()
         if self.has_optimizer:
             self._stop()
-        self._begin_program()
+        self.boundary = self._boundary_here()
         if self.parts:
             drop_pending_of_autograd()
 
@@ -245,16 +258,15 @@ class _StepTrace:
         )
 
     def forget(self) -> None:
-        self.boundary = None
+        self.boundary = self._synced = None
         self.naming.clear()
         self.optimizers.all.clear()
         self.optimizers.stepped.clear()
 
-    def _begin_program(self) -> StepBoundary:
+    def _boundary_here(self) -> StepBoundary:
         tensors = self.live.all()
         fill_pending(tensors)
-        self.boundary = StepBoundary(tensors)
-        return self.boundary
+        return StepBoundary(tensors)
 
     def _lower(self) -> None:
         assert self.boundary is not None, "the step has not begun"
