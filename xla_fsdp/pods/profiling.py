@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 from .. import xlac
 from ..collectives.random_state import synced_device
 from ..planning.tracing.naming import Naming
-from ..ranks.autograd_thread import in_backward
+from ..ranks.rank import RankContext, current_rank
 
 
 class profile:
@@ -144,71 +144,43 @@ class profile:
 
 
 class _SharedNaming(Naming):
-    """Names for ranks that are threads: module hooks are global.
-
-    The hooks stay until no rank wants names and no thread is inside of a module: who enters with
-    hooks must leave with them.
-    """
+    """Names for ranks that are threads: hooks of modules are global."""
 
     def __init__(self) -> None:
         super().__init__(lambda: None)
         self._lock = threading.Lock()
-        self._wanted = threading.local()
-        self._users = self._inside = 0
+        self._ranks: list[
+            RankContext | None
+        ] = []  # those that want names; a process has no context
         self._hooks = contextlib.ExitStack()
 
     def turn_on(self) -> None:
-        """Names what this thread traces."""
+        """Names what this rank traces, also in autograd's thread."""
         with self._lock:
-            if not self._users and not self._inside:
+            if not self._ranks:
                 self._hooks.enter_context(self.active())
                 self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
                 self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            self._users += 1
-        self._wanted.here = True
+            self._ranks.append(current_rank())
 
     def turn_off(self) -> None:
-        self._wanted.here = False
-        self._count(users=-1)
-
-    def _count(self, users: int = 0, inside: int = 0) -> None:
         with self._lock:
-            self._users += users
-            self._inside += inside
-            if self._users or self._inside:
-                return
-            self.clear()
-            hooks = self._hooks.pop_all()
-        hooks.close()
+            self._ranks.remove(current_rank())
+            if not self._ranks:
+                self._hooks.close()
+                self.clear()
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        # In a backward, the forward determines whether recomputed modules have names.
-        if not in_backward() and not self._is_wanted():
-            return
-        with self._lock:
-            if not self._users:
-                return
-            self._inside += 1
-        super()._enter(module, inputs)
-
-    def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        inside = self.is_in(module)
-        super()._leave(module, inputs, outputs)
-        if inside:
-            self._count(inside=-1)
+        if current_rank() in self._ranks:
+            super()._enter(module, inputs)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._is_wanted():
+        if current_rank() in self._ranks:
             self.enter("optimizer")
-            self._wanted.steps = True
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if getattr(self._wanted, "steps", False):
-            self._wanted.steps = False
+        if self.is_in(None):
             self.leave()
-
-    def _is_wanted(self) -> bool:
-        return getattr(self._wanted, "here", False)
 
 
 _naming = _SharedNaming()

@@ -66,7 +66,7 @@ class Naming:
         if self._threads.stack:
             self._threads.stack.pop()
 
-    def is_in(self, module: nn.Module) -> bool:
+    def is_in(self, module: nn.Module | None) -> bool:
         return bool(self._threads.stack) and self._threads.stack[-1][0] is module
 
     def close(self) -> None:
