@@ -294,18 +294,12 @@ class World:
     ) -> torch.Tensor:
         """The result of ``collective``, named; on CPU ranks numbered and in sequence."""
         named = _named(kind, label)
-        channel = order = None
-        if self.context is not None:
-            channel = self.context.next_channel(kind, tuple(operand.shape), operand.dtype, label)
-            order = self.context.order
-        if order is not None:
-            operand = order.depend_on_last(operand)
+        # torch_xla's token prevents overlap, and TPU ranks, with one program, do not need it.
+        xlac.set_collective_token(self._device_name, None)
+        if self.context is None:
+            result = collective(operand, None)
         else:
-            # torch_xla's token prevents overlap, and TPU ranks, with one program, do not need it.
-            xlac.set_collective_token(self._device_name, None)
-        result = collective(operand, channel)
-        if order is not None:
-            order.add(result)
+            result = self.context.trace(kind, operand, label, collective)
         del named
         return result
 

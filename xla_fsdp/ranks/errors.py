@@ -73,3 +73,11 @@ def portable(
     except BaseException:  # must not replace the reported error
         return None
     return data
+
+
+def loads_or_none(data: bytes | None) -> BaseException | None:
+    """The exception that :func:`portable` pickled; ``None`` if its class is unknown here."""
+    try:
+        return None if data is None else pickle.loads(data)
+    except Exception:
+        return None

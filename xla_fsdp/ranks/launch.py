@@ -13,7 +13,7 @@ from .. import compiler_options, xlac
 from ..compiled.cache import in_spawned_processes, platform_of_ranks
 from . import spawned
 from .cpu.host import run_ranks
-from .cpu.runtime import CpuRuntime
+from .cpu.runtime import ONE_AT_A_TIME, CpuRuntime
 from .errors import CollectiveMismatchError, Preempted, RankError, RankTimeoutError
 from .rank import current_rank
 from .slices import (
@@ -120,7 +120,7 @@ def launch(
         return None
     size = _runtime.size_for(num_devices)
     count = number_of_slices(slices, size)
-    if not _runtime.launching.acquire(blocking=False):
+    if not ONE_AT_A_TIME.acquire(blocking=False):
         raise RuntimeError(
             "another thread of this process is in launch, and only one launch can run at a time. "
             "Wait until it has returned"
@@ -128,7 +128,7 @@ def launch(
     try:
         return run_ranks(_runtime, fn, args, size, timeout, count)
     finally:
-        _runtime.launching.release()
+        ONE_AT_A_TIME.release()
 
 
 def _join_torchrun() -> None:

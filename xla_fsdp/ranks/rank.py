@@ -7,7 +7,7 @@ import itertools
 import pickle
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -149,25 +149,29 @@ class RankContext:
         """``None`` for a single rank, and with ``as_on_tpu``."""
         return None if self.as_on_tpu else self.chain
 
-    def next_channel(
+    def trace(
         self,
         kind: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        label: str = "",
-        *,
+        operand: torch.Tensor,
+        label: str,
+        collective: Callable[[torch.Tensor, int], torch.Tensor],
         where: str = "",
-    ) -> int:
-        """Returns a new channel id for a pending collective. Thread-safe.
+    ) -> torch.Tensor:
+        """The result of ``collective(operand, channel id)``, after the pending ones. Thread-safe.
 
         Ids start again at 1 after each full sync, because the id is part of the program. ``label``
         must not differ between ranks; ``where`` may.
         """
         with self._lock:
             self._issued += 1
-            record = TracedCollective(self._issued, kind, tuple(shape), dtype, label, where)
-            self.pending.append(record)
-            return self._issued
+            channel, shape = self._issued, tuple(operand.shape)
+            self.pending.append(TracedCollective(channel, kind, shape, operand.dtype, label, where))
+        order = self.order
+        if order is None:
+            return collective(operand, channel)
+        result = collective(order.depend_on_last(operand), channel)
+        order.add(result)
+        return result
 
     def forget(self) -> None:
         """Clears the pending collectives; ids start again at 1."""
@@ -241,13 +245,3 @@ def is_simulated_rank() -> bool:
 
 def set_simulated_rank(yes: bool) -> None:
     _this_thread.simulated_rank = yes
-
-
-@contextlib.contextmanager
-def simulated_rank() -> Iterator[None]:
-    before = is_simulated_rank()
-    set_simulated_rank(True)
-    try:
-        yield
-    finally:
-        set_simulated_rank(before)

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch_xla
 
 from .channel import served
-from .errors import Preempted, RankError, RankTimeoutError, portable
+from .errors import Preempted, RankError, RankTimeoutError, loads_or_none, portable
 
 _REPORT = "report"
 _PREEMPTED = "preempted"
@@ -210,9 +210,7 @@ def _read_report(folder: Path) -> tuple[RankError, BaseException | None]:
             "a process of a rank ended without a report: look above for the output of the process "
             "and the runtime, and in the system's log for whether the process ran out of memory"
         ), None
-    cause = None
-    with contextlib.suppress(Exception):  # the class may be unknown here
-        cause = data and pickle.loads(data)
+    cause = loads_or_none(data)
     if isinstance(cause, RankTimeoutError):
         return cause, None
     return failure, cause

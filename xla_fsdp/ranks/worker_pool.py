@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from types import CodeType, ModuleType
 from typing import Any
 
-from .errors import RankError, RankTimeoutError
+from .errors import RankError, RankTimeoutError, loads_or_none
 
 _MAX_IDLE = 2  # each uses some hundred MB
 _START_SECONDS = 60.0
@@ -178,8 +178,8 @@ class _Worker:
             sys.stderr.write(output)
             return [pickle.loads(result) for result in results]
         text, data, cause = failure
-        raised = _loads_or_none(data) or RuntimeError(text)
-        raised.__cause__ = _loads_or_none(cause)
+        raised = loads_or_none(data) or RuntimeError(text)
+        raised.__cause__ = loads_or_none(cause)
         if output and sys.version_info >= (3, 11):
             raised.add_note(f"Printed by the ranks:\n{output}")
         raise raised
@@ -220,13 +220,6 @@ class _Worker:
         )
         error.signal = killer
         return error
-
-
-def _loads_or_none(data: bytes | None) -> BaseException | None:
-    try:
-        return None if data is None else pickle.loads(data)
-    except Exception:  # its class may be unknown here
-        return None
 
 
 def _dumps_call(fn: Callable, args: tuple, kwargs: dict) -> bytes:

@@ -31,10 +31,9 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
 from ... import xlac
 from ...checkpoint.full_state import full_state_dict
 from ...compiled.cache import platform_of_ranks
+from ...ranks.cpu.runtime import DEFAULT_RANKS
 from ...ranks.launch import launch
 from ...ranks.rank import current_rank
-
-_CPU_RANKS = 4  # the default of ``launch``
 
 
 def in_rank() -> bool:
@@ -57,7 +56,7 @@ def number_of_ranks_here() -> int:
     if in_rank():
         return xr.local_device_count()
     if ranks_are_threads():
-        return int(os.environ.get("CPU_NUM_DEVICES", _CPU_RANKS))
+        return int(os.environ.get("CPU_NUM_DEVICES", DEFAULT_RANKS))
     return xlac.devices_of_host()
 
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
-import sys
-import time
 import weakref
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from torch import nn
 
 from ... import xlac
 from ...collectives.host_data import LARGE
+from ...ranks.cpu.session import is_xla, objects_of
 from ...sharding.freeing import fill_
 from ...sharding.gathering import UnshardedParameter
 from ...sharding.gradients import reduced_grad
@@ -48,7 +46,7 @@ class LiveTensors:
         gc.unfreeze()  # Python does not list frozen objects
         self.before = _with_gradients(self._found())
         self.saved = [SavedValue(tensor) for tensor in self.before]
-        on_host = _on_host(_objects(nn.Module))
+        on_host = _on_host(objects_of(nn.Module))
         self._on_host = [(t, t.detach().clone()) for t in on_host if _is_small(t)]
         tensors = [*self.before, *on_host]
         self._grads = [(t, reduced_grad(t)) for t in tensors if may_have_grad(t)]
@@ -88,33 +86,15 @@ class LiveTensors:
 
     @staticmethod
     def _found() -> list[torch.Tensor]:
-        found = [tensor for tensor in _objects(torch.Tensor) if is_xla(tensor)]
+        found = [tensor for tensor in objects_of(torch.Tensor) if is_xla(tensor)]
         for tensor in found:  # some are referenced only by autograd
             tensor._fix_weakref()
         return found
 
 
-def _objects(kind: type) -> list[Any]:
-    # A list of all objects references tuples under construction. A thread that resizes one gets
-    # a SystemError, so no other thread may run Python meanwhile, for up to 2 s.
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(2.0)
-    try:
-        time.sleep(0)  # a thread that waits already runs first
-        objects = gc.get_objects()
-        # type(), because isinstance() reads __class__, which is slow and runs code of objects.
-        kinds = {one for one in set(map(type, objects)) if kind in one.__mro__}
-        found = list(compress(objects, map(kinds.__contains__, map(type, objects))))
-        del objects
-    finally:
-        sys.setswitchinterval(before)
-        time.sleep(0)  # else a thread that waits since then waits for 2 s
-    return found
-
-
 def _models() -> list[Any]:
     """Without those that existed at the start, which are frozen."""
-    return [*_objects(nn.Parameter), *filter(_own_tensors, _objects(nn.Module))]
+    return [*objects_of(nn.Parameter), *filter(_own_tensors, objects_of(nn.Module))]
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -195,11 +175,3 @@ def assign(tensor: torch.Tensor, data: torch.Tensor) -> None:
             tensor.copy_(data)
         except RuntimeError:
             fill_([tensor], [data])
-
-
-def is_xla(tensor: torch.Tensor) -> bool:
-    """False for a class that only reports the XLA device."""
-    try:
-        return not overrides_dispatch(type(tensor)) and tensor.device.type == "xla"
-    except Exception:  # a subclass in the middle of its construction
-        return False

@@ -30,7 +30,7 @@ from ...ranks.autograd_thread import run_there
 from ...ranks.cpu import call_site
 from ...ranks.cpu.mode import READS, reads_to_host, xla_tensors
 from ...ranks.cpu.patches import Patches
-from ...ranks.rank import set_simulated_rank, simulated_rank
+from ...ranks.rank import set_simulated_rank
 from ...sharding.freeing import fill_
 from ...sharding.sharded_parameter import local
 from ...tpu.libtpu_flags import ARGUMENTS
@@ -77,7 +77,8 @@ class SimulatedRank(TorchFunctionMode):
         self._stack, self._host_tensors = contextlib.ExitStack(), HostTensors()
 
     def __enter__(self) -> SimulatedRank:
-        self._stack.enter_context(simulated_rank())
+        set_simulated_rank(True)
+        self._stack.callback(set_simulated_rank, False)
         run_there(torch_xla.device(), functools.partial(set_simulated_rank, True))
         self._stack.callback(
             run_there, torch_xla.device(), functools.partial(set_simulated_rank, False)

@@ -17,10 +17,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ...ranks.cpu.session import is_xla
 from ...sharding.cpu_offload import HostShard
 from ...sharding.sharded_parameter import local, on_local_parts
 from ...tree import tensors_in
-from .live import SavedValue, is_xla
+from .live import SavedValue
 from .naming import Naming
 from .simulated_rank import fill_pending
 

@@ -16,13 +16,14 @@ from ...collectives.random_state import preserve_random_state
 from ...offload import FETCHED_BYTES, STAGED_BYTES, ShardCopy
 from ...ranks.cpu import call_site
 from ...ranks.cpu.runtime import ONE_AT_A_TIME
+from ...ranks.cpu.session import is_xla
 from ...ranks.rank import current_rank
 from ...sharding.sharded_parameter import local
 from ...sharding.sharded_tensor import ShardedTensor
 from ...sharding.state import FSDPState, unique_units
 from ...tpu.topology import Slice
 from ..records import HostNeeds
-from .live import LiveTensors, inspect_tensor, is_xla
+from .live import LiveTensors, inspect_tensor
 from .naming import Naming, plain_name
 from .simulated_rank import SimulatedRank, StepTraced, drop_pending_of_autograd, fill_pending
 from .steady import SteadyOptimizers, named_state, state_tensors

@@ -225,17 +225,13 @@ class Collectives:
     def _traced(
         self, context: RankContext, kind: str, groups: RankGroups, collective: Callable, value: Any
     ) -> torch.Tensor:
-        """The result of ``collective(value)``, numbered and after those before it."""
         label = f"groups {[list(group) for group in groups]}" if groups else ""
-        where, order = call_site.here(), context.order
-        channel = context.next_channel(kind, value.shape, value.dtype, label, where=where)
-        if order is not None:
-            value = order.depend_on_last(value)
         among = self._groups(groups)
-        result = collective(value, groups=among, pin_layout=False, channel_id=channel)
-        if order is not None:
-            order.add(result)
-        return result
+
+        def run(operand: torch.Tensor, channel: int) -> torch.Tensor:
+            return collective(operand, groups=among, pin_layout=False, channel_id=channel)
+
+        return context.trace(kind, value, label, run, call_site.here())
 
     def _groups(self, groups: RankGroups) -> list[list[int]]:
         if not groups:

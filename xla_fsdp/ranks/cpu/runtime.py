@@ -29,18 +29,15 @@ class CpuRuntime:
     """The runtime, started at most once in a process.
 
     Attributes:
-        launching: a lock, held for the duration of a launch.
         leftover: rank threads that a failed launch could not stop.
         unfinished: the ranks of the failed launch, whose collectives are still on the devices.
     """
 
     def __init__(self) -> None:
-        self.launching = ONE_AT_A_TIME
         self.leftover: list[threading.Thread] = []
         self.gate = StartGate()
         self.unfinished: list[RankContext] = []
         self._started_here = False
-        self._anchors: list[torch.Tensor] = []
 
     def size_for(self, num_devices: int | None) -> int:
         """Raises ValueError or TypeError unless the number of ranks is 1 to 8."""
@@ -110,15 +107,9 @@ class CpuRuntime:
         ``backward`` returns before its thread has released them. The thread runs its tasks in
         order, so waiting for one more task is enough.
         """
-        if not self._anchors:
-            # 0 and 1 would be constants.
-            self._anchors = [
-                torch.full((), 0.5, device="cpu").to(device).requires_grad_()
-                for device in torch_xla.devices()
-            ]
-        for anchor in self._anchors:
-            (anchor * 1).backward()
-            anchor.grad = None
+        for device in torch_xla.devices():
+            anchor = torch.full((), 0.5, device="cpu").to(device)  # 0 and 1 would be constants
+            (anchor.requires_grad_() * 1).backward()
 
 
 def _cpu_environment(size: int) -> dict[str, str]:

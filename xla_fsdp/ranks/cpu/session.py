@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -406,13 +407,8 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
     gc.unfreeze()  # Python does not list frozen objects
     lost = [
         value
-        for value in gc.get_objects()
-        if issubclass(type(value), torch.Tensor)  # isinstance queries __class__
-        # Tensors that autograd has released have no device.
-        and value.is_xla
-        and not overrides_dispatch(type(value))
-        and str(value.device) in devices
-        and xlac.are_pending([value])[0]
+        for value in objects_of(torch.Tensor)
+        if is_xla(value) and str(value.device) in devices and xlac.are_pending([value])[0]
     ]
     for device in sorted(devices):
         xlac.forget_pending(device)
@@ -423,3 +419,30 @@ def drop_pending(contexts: Sequence[RankContext]) -> None:
                 tensor.device
             )
         xlac.replace_data(tensor, value)
+
+
+def is_xla(tensor: torch.Tensor) -> bool:
+    """False for a class that only reports the XLA device."""
+    try:
+        return not overrides_dispatch(type(tensor)) and tensor.device.type == "xla"
+    except Exception:  # a subclass in the middle of its construction, or autograd has released it
+        return False
+
+
+def objects_of(kind: type) -> list[Any]:
+    """All objects of a type that Python tracks and are not frozen."""
+    # A list of all objects references tuples under construction. A thread that resizes one gets
+    # a SystemError, so no other thread may run Python meanwhile, for up to 2 s.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(2.0)
+    try:
+        time.sleep(0)  # a thread that waits already runs first
+        objects = gc.get_objects()
+        # type(), because isinstance() reads __class__, which is slow and runs code of objects.
+        kinds = {one for one in set(map(type, objects)) if kind in one.__mro__}
+        found = list(compress(objects, map(kinds.__contains__, map(type, objects))))
+        del objects
+    finally:
+        sys.setswitchinterval(before)
+        time.sleep(0)  # else a thread that waits since then waits for 2 s
+    return found
