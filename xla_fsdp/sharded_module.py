@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
@@ -245,31 +244,8 @@ def _rest(module: nn.Module) -> None:
         unit.install_shards()
 
 
-# A library's module, imported by all models that read parameters outside of a forward: the part of
-# this package that has ``adapt(model)``.
-_PARTS = {
-    "transformers.modeling_utils": "integrations.models",
-    "peft.peft_model": "integrations.peft",
-}
-
-
 def adapt(module: nn.Module) -> None:
-    """Adapts models of other libraries, which read parameters outside of a forward.
-
-    Warns about releases that were not tested; the methods then raise.
-    """
-    for library, source in _PARTS.items():
-        if library not in sys.modules:
-            continue
-        try:
-            part: Any = import_module(f".{source}", __package__)
-        except ImportError as error:
-            changes: Any = import_module(".integrations.changes", __package__)
-            changes.raise_in_methods(library, error)
-            warnings.warn(
-                f"{changes.remedy_of(error)}. Until then save_pretrained and generate of sharded "
-                "models raise; full_state_dict returns the weights",
-                stacklevel=2,
-            )
-            continue
-        part.adapt(module)
+    """Adapts models of other libraries, which read parameters outside of a forward."""
+    if sys.modules.keys() & {"transformers.modeling_utils", "peft.peft_model"}:
+        changes: Any = import_module(".integrations.changes", __package__)
+        changes.adapt_model(module)

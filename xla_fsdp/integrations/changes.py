@@ -6,9 +6,13 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NoReturn
+
+from torch import nn
 
 from ..ranks.cpu.patches import Patches
 from ..sharding.state import is_sharded
@@ -136,15 +140,18 @@ def _call_with_original(
     return staticmethod(changed) if static else changed
 
 
-# A module that is imported whenever a model of the library exists: the changes, the modules that
-# define the methods, and the methods. Classes are not named: a name may be what is missing.
+# By a module that all models of a library import: the part that adapts them, the changes if it
+# cannot, the modules that define the methods, and the methods. Classes are not named: a name may be
+# what is missing.
 _LIBRARIES = {
     "transformers.modeling_utils": (
+        "models",
         Changes("transformers"),
         ("transformers.modeling_utils", "transformers.generation.utils"),
         "save_pretrained push_to_hub generate num_parameters resize_token_embeddings".split(),
     ),
     "peft.peft_model": (
+        "peft",
         Changes("peft"),
         ("peft.peft_model", "peft.tuners.tuners_utils"),
         "save_pretrained load_adapter merge_adapter merge_and_unload unload inject_adapter".split(),
@@ -152,28 +159,42 @@ _LIBRARIES = {
 }
 
 
-def raise_in_methods(library: str, error: ImportError) -> None:
-    """Makes the methods of ``library`` raise RuntimeError for sharded models, with ``error``.
+def adapt_model(model: nn.Module) -> None:
+    """Adapts a model that is being wrapped, if its library was imported.
 
     An integration changes nothing if the installed release lacks a name that it uses. The methods
-    would then use one rank's shards.
+    would then use one rank's shards, so they raise RuntimeError, and this warns.
     """
-    changes, modules, names = _LIBRARIES[library]
-    if changes.applied:
-        return
+    for library, (part, changes, modules, names) in _LIBRARIES.items():
+        if library not in sys.modules:
+            continue
+        try:
+            adapting: Any = import_module(f".{part}", __package__)
+        except ImportError as error:
+            remedy = str(error)
+            if not isinstance(error, MissingNamesError):
+                remedy += ": pip install 'xla_fsdp[hf]' installs a release that works"
+            if not changes.applied:
+                _raise_in_methods(changes, modules, names, remedy)
+            warnings.warn(
+                f"{remedy}. Until then save_pretrained and generate of sharded models raise; "
+                "full_state_dict returns the weights",
+                stacklevel=3,
+            )
+        else:
+            adapting.adapt(model)
+
+
+def _raise_in_methods(
+    changes: Changes, modules: Iterable[str], names: Iterable[str], reason: str
+) -> None:
     for module in filter(None, map(sys.modules.get, modules)):
         for owner in vars(module).values():
             if isinstance(owner, type) and owner.__module__ == module.__name__:
                 for name in vars(owner).keys() & names:
-                    refuse = functools.partial(_raise, name, remedy_of(error))
+                    refuse = functools.partial(_raise, name, reason)
                     changes.around(owner, name, is_sharded)(refuse)
     changes.apply()
-
-
-def remedy_of(error: ImportError) -> str:
-    if isinstance(error, MissingNamesError):
-        return str(error)
-    return f"{error}: pip install 'xla_fsdp[hf]' installs a release that works"
 
 
 def _raise(
