@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch_xla.runtime as xr
@@ -112,21 +113,17 @@ class OnAllSlices:
         # Runs in the new process, before torch_xla calls this with the local rank.
         vars(self).update(state)
         configure = xlac.configure_process.value
-        if not isinstance(configure, _Configuring):
-            xlac.configure_process.value = _Configuring(configure)
+        if not isinstance(configure, partial):
+            xlac.configure_process.value = partial(_configure_process, configure)
 
     def __call__(self, rank: int, *args: Any) -> Any:
         require_all_slices()
         return self.fn(rank, *args)
 
 
-class _Configuring:
-    def __init__(self, configure: Callable) -> None:
-        self.configure = configure
-
-    def __call__(self, local_rank: int, *args: Any, **kwargs: Any) -> Any:
-        prepare_process(local_rank)
-        return self.configure(local_rank, *args, **kwargs)
+def _configure_process(original: Callable, local_rank: int, *args: Any, **kwargs: Any) -> Any:
+    prepare_process(local_rank)
+    return original(local_rank, *args, **kwargs)
 
 
 def require_all_slices() -> None:

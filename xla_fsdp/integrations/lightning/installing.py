@@ -106,36 +106,33 @@ for _connector in (_Connector, _AcceleratorConnector):
     changes.around(_connector, "_check_config_and_set_final_flags")(_with_ranks)
 
 
-class _SharedContext:
+_entering = threading.Lock()
+_inside: dict[Any, tuple[int, ExitStack]] = {}  # the number of ranks in a context, and its end
+
+
+@contextlib.contextmanager
+def _enter_once(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
     """A context that the first rank enters, the last one leaves, and all share. It changes methods
     of a class; a second entry would save changed ones, and restore these at its end."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside: dict[Any, tuple[int, ExitStack]] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        key = (*args, *sorted(kwargs.items()))
-        with self._lock:
-            count, stack = self._inside.get(key) or (0, ExitStack())
-            if not count:
-                stack.enter_context(original(*args, **kwargs))
-            self._inside[key] = count + 1, stack
-        try:
-            yield
-        finally:
-            with self._lock:
-                count, stack = self._inside.pop(key)
-                if count > 1:
-                    self._inside[key] = count - 1, stack
-                else:
-                    stack.close()
+    key = (*args, *sorted(kwargs.items()))
+    with _entering:
+        count, stack = _inside.get(key) or (0, ExitStack())
+        if not count:
+            stack.enter_context(original(*args, **kwargs))
+        _inside[key] = count + 1, stack
+    try:
+        yield
+    finally:
+        with _entering:
+            count, stack = _inside.pop(key)
+            if count > 1:
+                _inside[key] = count - 1, stack
+            else:
+                stack.close()
 
 
-_shared = _SharedContext()
 for _place in (lightning.fabric.fabric, lightning.pytorch.trainer.connectors.data_connector):
-    changes.around(_place, "_replace_dunder_methods")(_shared)
+    changes.around(_place, "_replace_dunder_methods")(_enter_once)
 
 changes.set(rank_zero_only, "rank", CurrentRankNumber(int(vars(rank_zero_only).get("rank") or 0)))
 
