@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from lazy_modules import torch_xla, xm
+from on_ranks import raises
 from reports import HOSTILE, given_up, make, refused
 from test_report_pictures import Page
 from torch import nn
@@ -261,10 +262,12 @@ def train(rank, folder, steps, rows=2, enter_late=False):
             warnings.simplefilter("always")
         xm.rendezvous("warnings are caught")
         with recording as profiler:
-            for _ in range(5):
+            for number in range(1, 6):
                 step()
                 if steps:
                     profiler.step()
+                    if rank == 0 and number == steps[0]:
+                        raises(RuntimeError, "already", xla_fsdp.profile(folder, (0, 1)).__enter__)
         xm.rendezvous("all have warned")
     told = [str(one.message) for one in caught if "no names" in str(one.message)]
     return losses, compiled, steps and profiler.file, told, torch_xla._XLAC._get_ir_debug()

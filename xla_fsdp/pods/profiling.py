@@ -72,10 +72,10 @@ class profile:
         self._event: Any = None
 
     def __enter__(self) -> profile:
-        _naming.turn_on()
-        self._named = True
         if self._first == 0:
             self._begin()
+        _naming.turn_on()
+        self._named = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
