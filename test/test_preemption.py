@@ -295,7 +295,7 @@ def test_a_server_that_never_ends_is_given_up(metadata, before, piece):
 
 
 def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatch):
-    monkeypatch.setattr(preemption, "_SECONDS_AFTER_NO_ANSWER", 0.01)
+    monkeypatch.setattr(preemption, "_SECONDS_BETWEEN_QUESTIONS", 0.01)
     impatient = functools.partial(notice, timeout=0.1)
     monkeypatch.setattr(preemption.metadata_server, "notice", impatient)
     metadata.said["maintenance-event"] = drip(HEAD + b"\r\n", b"T")

@@ -23,7 +23,6 @@ from . import metadata_server
 __all__ = ["Preempted", "Preemption"]
 
 _SECONDS_BETWEEN_QUESTIONS = 5.0
-_SECONDS_AFTER_NO_ANSWER = 15.0
 
 
 class Preemption:
@@ -315,7 +314,6 @@ def poll_metadata_server(host: str, callback: Callable[[str], None], over: threa
             try:
                 value = metadata_server.notice(host, key)
             except OSError:
-                pause = _SECONDS_AFTER_NO_ANSWER
                 continue
             if value is not None and value != known.get(key, value):
                 callback(f"{key} {value}")
