@@ -149,9 +149,8 @@ class _SharedNaming(Naming):
     def __init__(self) -> None:
         super().__init__(lambda: None)
         self._lock = threading.Lock()
-        self._ranks: list[
-            RankContext | None
-        ] = []  # those that want names; a process has no context
+        # Those that want names; ``None``: this process is a rank.
+        self._ranks: list[RankContext | None] = []
         self._hooks = contextlib.ExitStack()
 
     def turn_on(self) -> None:
