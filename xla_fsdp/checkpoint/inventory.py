@@ -381,13 +381,14 @@ def _gather(first: ParameterShard, value: torch.Tensor) -> torch.Tensor:
     layout, world = first.layout, first.world
     assert layout is not None and world is not None
     count = torch.Size(layout.shard_shape).numel()
-    shard = value.to(world.device)
     if count == 0:
-        return shard.new_zeros(layout.padded_shape)
-    # The index of a stacked block is an input: a constant would compile a program per block.
-    if shard.numel() != count:
-        block = torch.tensor([first.first // count], device="cpu").to(world.device)
-        shard = torch.index_select(shard.view(-1, count), 0, block)
+        return value.new_zeros(layout.padded_shape, device=world.device)
+    shard = value.reshape(-1, count)
+    if len(shard) > 1:
+        # On the device, an index that is a constant would compile a program per block.
+        block = torch.tensor([first.first // count], device="cpu").to(value.device)
+        shard = torch.index_select(shard, 0, block)
+    shard = shard.to(world.device)
     full = world.all_gather(shard.view(layout.comm_shape), first.name)
     del shard
     torch_xla.sync(wait=True)
