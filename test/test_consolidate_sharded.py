@@ -322,6 +322,9 @@ def test_same_values_in_other_pieces(model, tmp_path, world_size, by_way_of):
         for rank, file in enumerate(checkpoint.files()):
             ((begin, end, _),) = layout.pieces(rank)
             assert file.range_of(name) == ((begin, end) if begin < end else (0, 0))
+    fresh = ShardedCheckpoint(tmp_path / "out")
+    fresh.read(name, 0, 1)
+    assert len(fresh._files) == 1
 
 
 def test_buffers_of_each_rank_and_nothing_else_of_it(model, tmp_path):

@@ -165,10 +165,10 @@ class ShardedCheckpoint:
                 raise ValueError(f"{self.folder}: has no optimizer, so it has no state {state!r}")
             dtype = optimizer.state[name].sharded[state]
         out = torch.empty(end - begin, dtype=DTYPES[dtype], device="cpu")
-        self.read_to(out, state, name, begin)
+        self.read_to(name, state, out, begin)
         return out
 
-    def read_to(self, out: torch.Tensor, state: str | None, name: str, begin: int) -> None:
+    def read_to(self, name: str, state: str | None, out: torch.Tensor, begin: int) -> None:
         """As :meth:`read`, into ``out`` (contiguous, one-dimensional)."""
         key = parameter_key(name) if state is None else state_key(state, name)
         end = begin + out.numel()
