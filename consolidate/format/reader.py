@@ -19,12 +19,15 @@ from ..errors import (
     MixedSaveError,
     ShardMismatchError,
 )
-from . import folders, manifest
+from . import folders
 from .dtypes import DTYPES
 from .manifest import (
+    MAX_BYTES,
+    NAME,
     Manifest,
     buffer_key,
     file_name,
+    is_begun,
     load_manifest,
     parameter_key,
     state_key,
@@ -47,30 +50,21 @@ class ShardedCheckpoint:
         MissingRankError, MixedSaveError: a file is missing, or is of another save.
     """
 
-    def __init__(self, path: Any, store: Store | None = None):
-        """With ``store``, ``path`` is the folder of a checkpoint in it."""
+    def __init__(self, path: Any, store: Store | None = None, manifest: Manifest | None = None):
+        """With ``store``, ``path`` is the folder of a checkpoint in it; ``manifest`` is its own."""
         found: tuple[Store, str] = (
             folders.resolve_checkpoint(path) if store is None else (store, path)
         )
         self.store, self.folder = found
-        label = join(self.folder, manifest.NAME)
-        size = self.store.size(label)
-        if size > manifest.MAX_BYTES:
-            raise CorruptFileError(
-                f"{label}: has {size} bytes, a manifest has at most {manifest.MAX_BYTES}. Use "
-                "another checkpoint."
-            )
-        if not manifest.is_begun(self.store, label):
-            raise CorruptFileError(f"{label}: is not a manifest. Use another checkpoint.")
-        self.manifest = load_manifest(read(self.store, label, 0, size), label)
+        self.manifest = manifest or _read_manifest(self.store, self.folder)
         self._files: dict[int, RankFile] = {}
         self._load = cached_loader(self.manifest.files)
         self._pieces: dict[str, list[Piece]] | None = None
         place = folders.parse_folder_name(self.folder.rpartition("/")[2])
         if place is not None and place.step != self.manifest.step:
             raise MixedSaveError(
-                f"{label}: is of step {self.manifest.step}, but its folder is named after step "
-                f"{place.step}. The folder was renamed, or files were exchanged."
+                f"{join(self.folder, NAME)}: is of step {self.manifest.step}, but its folder is "
+                f"named after step {place.step}. The folder was renamed, or files were exchanged."
             )
         self._require_exact_files()
 
@@ -139,7 +133,7 @@ class ShardedCheckpoint:
             for low, high, rank in rule.pieces(numel, begin, end):
                 if rank >= self.manifest.world_size:
                     raise CoverageError(
-                        f"{join(self.folder, manifest.NAME)}: says that rank {rank} has elements "
+                        f"{join(self.folder, NAME)}: says that rank {rank} has elements "
                         f"{low} to {high} of {name!r}, but there are {self.manifest.world_size} "
                         "ranks. Use another checkpoint."
                     )
@@ -186,6 +180,19 @@ class ShardedCheckpoint:
         for file in self.files():
             file.verify(progress)
         self.require_coverage()
+
+
+def _read_manifest(store: Store, folder: str) -> Manifest:
+    label = join(folder, NAME)
+    size = store.size(label)
+    if size > MAX_BYTES:
+        raise CorruptFileError(
+            f"{label}: has {size} bytes, a manifest has at most {MAX_BYTES}. Use another "
+            "checkpoint."
+        )
+    if not is_begun(store, label):
+        raise CorruptFileError(f"{label}: is not a manifest. Use another checkpoint.")
+    return load_manifest(read(store, label, 0, size), label)
 
 
 def latest_checkpoint(path: Any, step: int | None = None) -> str | None:
