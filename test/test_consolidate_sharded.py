@@ -323,7 +323,7 @@ def test_same_values_in_other_pieces(model, tmp_path, world_size, by_way_of):
             ((begin, end, _),) = layout.pieces(rank)
             assert file.range_of(name) == ((begin, end) if begin < end else (0, 0))
     fresh = ShardedCheckpoint(tmp_path / "out")
-    fresh.read(name, 0, 1)
+    fresh.read(next(name for name, each in fresh.manifest.parameters.items() if each.numel), 0, 1)
     assert len(fresh._files) == 1
 
 
