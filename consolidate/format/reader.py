@@ -171,9 +171,10 @@ class ShardedCheckpoint:
             if start < stop:
                 self.file(rank).read_to(out[start - begin : stop - begin], key, start - low)
 
-    def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
-        tensor = self.manifest.buffers[name]
-        return self.file(rank).read(buffer_key(name), 0, tensor.numel).reshape(tensor.shape)
+    def read_buffer(self, name: str, begin: int, end: int, rank: int = 0) -> torch.Tensor:
+        """Elements of a buffer with the values of ``rank``, or of rank 0 if there was none."""
+        rank = rank if rank < self.manifest.world_size else 0
+        return self.file(rank).read(buffer_key(name), begin, end)
 
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> None:
         """Checks every byte, and that no tensor is missing. Raises CheckpointError."""

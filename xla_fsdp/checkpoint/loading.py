@@ -86,8 +86,8 @@ class Reader:
         rank = self.exchange.rank if self.same_world else 0
 
         def fill(out: torch.Tensor, begin: int) -> None:
-            value = self.checkpoint.read_buffer(tensor.name, rank)
-            out.copy_(value.reshape(-1)[begin : begin + out.numel()])
+            end = begin + out.numel()
+            out.copy_(self.checkpoint.read_buffer(tensor.name, begin, end, rank))
 
         return ReadableTensor(tensor.shape, DTYPES[tensor.dtype], fill, kind="buffer")
 
