@@ -31,7 +31,7 @@ from ..format.rank_file import FileRecord, FileTensor
 from ..format.strict import write_json
 from .options import SAFETENSORS, Options
 from .result_file import ResultFile, SafetensorsFile, TorchFile
-from .sources import ShardedSource, Source
+from .sources import Source
 
 RECORD = "consolidated.json"
 INDEX = "model.safetensors.index.json"
@@ -233,20 +233,8 @@ def _make_manifest(source: Source, world_size: int, identity: str) -> Manifest:
     for name, tensor in source.parameters.items():
         chunk = -(-tensor.numel // (world_size * _LANES)) * _LANES
         rules[name] = ShardingRule(0, 1, max(chunk, 1), 0)
-    if isinstance(source, ShardedSource):
-        return replace(
-            source.manifest, save_id=identity, world_size=world_size, files=(), sharding_rules=rules
-        )
-    extra_state = values.encode(dict(source.extra_state), f"{source.label}: extra state")
-    return Manifest(
-        save_id=identity,
-        step=0,
-        world_size=world_size,
-        parameters=source.parameters,
-        buffers=source.buffers,
-        files=(),
-        extra_state=extra_state or None,
-        sharding_rules=rules,
+    return replace(
+        source.manifest, save_id=identity, world_size=world_size, files=(), sharding_rules=rules
     )
 
 
