@@ -389,9 +389,6 @@ def begin_save(
 
 def _start_save(store: Store, root: str, step: int) -> list:
     store.make_folder(root)
-    if store.renames:
-        with contextlib.suppress(CheckpointError):  # no permission to read the parent
-            store.sync_folder(os.path.dirname(root) or ".")
     for path in folders.find_leftovers(store, root):
         try:
             store.remove(path)
