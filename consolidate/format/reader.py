@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -128,23 +127,19 @@ class ShardedCheckpoint:
         self._pieces = pieces
 
     def _pieces_in(self, name: str, begin: int, end: int) -> Iterator[Piece]:
-        if self.manifest.sharding_rules is not None and self._pieces is None:
-            rule, numel = self.manifest.sharding_rules[name], self.manifest.parameters[name].numel
-            for low, high, rank in rule.pieces(numel, begin, end):
-                if rank >= self.manifest.world_size:
-                    raise CoverageError(
-                        f"{join(self.folder, NAME)}: says that rank {rank} has elements "
-                        f"{low} to {high} of {name!r}, but there are {self.manifest.world_size} "
-                        "ranks. Use another checkpoint."
-                    )
-                yield low, high, rank
+        """The pieces that overlap a range; without rules, all pieces."""
+        if self.manifest.sharding_rules is None:
+            yield from self.pieces(name)
             return
-        pieces = self.pieces(name)
-        first = max(bisect_right(pieces, begin, key=lambda piece: piece[0]) - 1, 0)
-        for piece in pieces[first:]:
-            if piece[0] >= end:
-                break
-            yield piece
+        rule, numel = self.manifest.sharding_rules[name], self.manifest.parameters[name].numel
+        for low, high, rank in rule.pieces(numel, begin, end):
+            if rank >= self.manifest.world_size:
+                raise CoverageError(
+                    f"{join(self.folder, NAME)}: says that rank {rank} has elements {low} to "
+                    f"{high} of {name!r}, but there are {self.manifest.world_size} ranks. Use "
+                    "another checkpoint."
+                )
+            yield low, high, rank
 
     def read(self, name: str, begin: int, end: int, state: str | None = None) -> torch.Tensor:
         """Reads flattened elements of a parameter, or of its optimizer ``state``."""
