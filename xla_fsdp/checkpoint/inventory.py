@@ -110,7 +110,7 @@ class ReplicatedBuffer:
         return value.to(self.dtype)
 
     def copy_to(self, device: torch.device) -> torch.Tensor:
-        return self.value().clone() if device == CPU else self.value().to(device)
+        return self.value().to(device, copy=True)
 
 
 Entry = ParameterShard | ReplicatedBuffer
@@ -362,7 +362,7 @@ def gather_members(
     if to is None:
         return {}
     if layout is None:
-        return {members[0]: value.clone() if to != CPU or value.device == CPU else value.cpu()}
+        return {members[0]: value.to(to, copy=True)}
     tensors = layout.split(full if to != CPU else full.cpu())
     torch_xla.sync(wait=True)
     return {shard: tensors[shard.member] for shard in members}
