@@ -400,8 +400,6 @@ def _verify_files(paths: list[str], progress: Callable[[int], object]) -> None:
 
 def _can_forget(path: str) -> bool:
     """Whether pages may be unloaded. Not if torch reversed the bytes (big-endian) in memory."""
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return False
     try:
         with zipfile.ZipFile(path) as archive:
             order = next(n for n in archive.namelist() if n.endswith("/byteorder"))
