@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from tqdm import tqdm
+
 from .errors import CheckpointError, OptionsError
 from .legacy.source import OUTPUT_NAME
 from .stream.options import DTYPES, FORMATS
@@ -76,14 +78,9 @@ def _require_unused(arguments: argparse.Namespace, why: str, *names: str) -> Non
 
 @contextlib.contextmanager
 def _bar(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        tqdm = None
-    if not total or tqdm is None:
-        yield lambda count: None
-        return
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr) as shown:
+    with tqdm(
+        total=total, desc=what, disable=not total, unit="B", unit_scale=True, file=sys.stderr
+    ) as shown:
         yield shown.update
 
 

@@ -157,8 +157,9 @@ def everything(checkpoint, ranks=(0,)):
         found[name] = checkpoint.read(name, 0, tensor.numel)
         for key in state[name].sharded if name in state else ():
             found[name, key] = checkpoint.read(name, 0, tensor.numel, key)
-    for name in manifest.buffers:
-        found |= {("buffer", name, rank): checkpoint.read_buffer(name, rank) for rank in ranks}
+    for name, tensor in manifest.buffers.items():
+        for rank in ranks:
+            found["buffer", name, rank] = checkpoint.read_buffer(name, 0, tensor.numel, rank)
     return found
 
 

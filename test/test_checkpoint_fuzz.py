@@ -21,7 +21,7 @@ from sharded_files import everything
 
 from xla_fsdp.consolidate.errors import CheckpointError, UnsupportedValueError
 from xla_fsdp.consolidate.format import values
-from xla_fsdp.consolidate.format.container import layout, read_container
+from xla_fsdp.consolidate.format.container import dump_header, read_container
 from xla_fsdp.consolidate.format.dtypes import DTYPES, tensor_bytes
 from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
 from xla_fsdp.consolidate.format.strict import read_json, write_json
@@ -179,10 +179,14 @@ metadata = st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=3)
 @fuzz
 @given(tensor_lists, metadata)
 def test_containers_come_back(tensors, about):
-    written, header = layout(tensors, about)
-    data = header + bytes(written.size - len(header))
+    header = dump_header(tensors, about)
+    sizes = [DTYPES[dtype].itemsize * math.prod(shape) for _, dtype, shape in tensors]
+    data = header + bytes(sum(sizes))
     found = read_container(lambda begin, end: data[begin:end], len(data), "file")
-    assert found == written and written.data_begin % 8 == 0
+    assert found.metadata == about and len(header) % 8 == 0
+    described = [(name, each.dtype, each.shape) for name, each in found.entries.items()]
+    assert described == tensors
+    assert [each.end - each.begin for each in found.entries.values()] == sizes
     from safetensors.torch import load
 
     if not any(dtype.startswith(("C", "F8")) for _, dtype, _ in tensors):

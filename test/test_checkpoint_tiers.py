@@ -22,7 +22,7 @@ from rank_warnings import warnings_of_ranks
 
 import xla_fsdp
 from xla_fsdp.checkpoint.tiers.checkpointer import choose_save, describe_save
-from xla_fsdp.checkpoint.tiers.host_tier import Card, HostTier, Save, manifest_of
+from xla_fsdp.checkpoint.tiers.host_tier import Card, HostTier, Save
 from xla_fsdp.checkpoint.tiers.hosts import MultiHostStore, Peer, TierServer
 from xla_fsdp.consolidate import errors
 from xla_fsdp.consolidate.format.local import LocalStore
@@ -89,8 +89,8 @@ def opened(hosts, reader=0):
         hosts_by_rank = sorted(choice.hosts_by_rank[rank], key=lambda host: host != reader)
         return [None if holder == reader else hosts[holder].peer for holder in hosts_by_rank]
 
-    store = MultiHostStore(hosts[reader].tier, cards, manifest_of(cards), copies_of)
-    return ShardedCheckpoint(store.folder, store)
+    store = MultiHostStore(hosts[reader].tier, cards, copies_of)
+    return ShardedCheckpoint(store.folder, store, store.manifest())
 
 
 def value_of(hosts, reader=0):
@@ -217,7 +217,9 @@ def test_what_goes_after_it_was_chosen_is_read_from_the_other_host(started):
             store = opened(hosts).store
             change(file_of(hosts[0], 1))
             with told():
-                assert files.value_in(ShardedCheckpoint(store.folder, store)) == 1.0
+                assert (
+                    files.value_in(ShardedCheckpoint(store.folder, store, store.manifest())) == 1.0
+                )
             file_of(hosts[0], 1).write_bytes(whole)
         # A host that does not answer any more has a copy on this one; one without is missed.
         hosts[1].server.close()
@@ -225,7 +227,7 @@ def test_what_goes_after_it_was_chosen_is_read_from_the_other_host(started):
         store = opened(hosts).store
         file_of(hosts[0], 1).unlink()
         with told(), pytest.raises(errors.UnreadableFileError, match="host 1 .*check that hosts"):
-            files.value_in(ShardedCheckpoint(store.folder, store))
+            files.value_in(ShardedCheckpoint(store.folder, store, store.manifest()))
 
 
 def test_files_and_cards_that_are_damaged_do_not_count(started):

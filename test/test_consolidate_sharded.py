@@ -322,13 +322,16 @@ def test_same_values_in_other_pieces(model, tmp_path, world_size, by_way_of):
         for rank, file in enumerate(checkpoint.files()):
             ((begin, end, _),) = layout.pieces(rank)
             assert file.range_of(name) == ((begin, end) if begin < end else (0, 0))
+    fresh = ShardedCheckpoint(tmp_path / "out")
+    fresh.read(next(name for name, each in fresh.manifest.parameters.items() if each.numel), 0, 1)
+    assert len(fresh._files) == 1
 
 
 def test_buffers_of_each_rank_and_nothing_else_of_it(model, tmp_path):
     """Those of the same rank if there was one, else rank 0's; no random states."""
     reshard_checkpoint(model, 5, tmp_path / "out")
     checkpoint = ShardedCheckpoint(tmp_path / "out")
-    values = [checkpoint.read_buffer("n", rank).tolist() for rank in range(5)]
+    values = [checkpoint.read_buffer("n", 0, 2, rank).tolist() for rank in range(5)]
     assert values == [[4.0, 5.0], [0.0, 0.0], [0.0, 0.0], [4.0, 5.0], [4.0, 5.0]]
     assert "rank/random" in ShardedCheckpoint(model).file(1).container.entries
     assert not any(

@@ -306,9 +306,9 @@ def test_optimizer_state_that_does_not_fit_is_refused_and_changes_nothing(rank, 
     assert again.param_groups[0]["lr"] == 0.5
 
     some = next(iter(optimizer.state.values()))
-    for value, what in ((torch.ones(5), "a tensor of shape"), (object(), "of type")):
+    for value, what in ((torch.ones(5), "shape"), (object(), "the type")):
         some["odd"] = value
-        words = f"'odd' of parameter '.*' is {what}"
+        words = f"'odd' of '.*' has {what}"
         refuses(words, full_optim_state_dict, model, optimizer, kind=TypeError)
 
 

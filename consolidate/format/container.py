@@ -39,33 +39,25 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Container:
-    """A header. ``size``: number of bytes of the file."""
-
     entries: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
-    data_begin: int
-    size: int
 
 
-def layout(
+def dump_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[Container, bytes]:
-    """Returns the header of ``tensors`` (name, dtype, shape), also as the first bytes of a file."""
-    offsets: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
-    begin, spans = 0, []
+) -> bytes:
+    """The first bytes of a file of ``tensors`` (name, dtype, shape)."""
+    described: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    begin = 0
     for name, dtype, shape in tensors:
-        assert name not in offsets, name
+        assert name not in described, name
         end = begin + math.prod(shape) * DTYPES[dtype].itemsize
-        offsets[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-        spans.append((name, dtype, tuple(shape), begin, end))
+        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
-    header = write_json(offsets)
+    header = write_json(described)
     # Align tensors to eight bytes, so that a mapped file can be used directly.
     header += b" " * (-len(header) % 8)
-    start = 8 + len(header)
-    entries = {n: TensorEntry(d, s, start + b, start + e) for n, d, s, b, e in spans}
-    container = Container(entries, dict(metadata), start, start + begin)
-    return container, len(header).to_bytes(8, "little") + header
+    return len(header).to_bytes(8, "little") + header
 
 
 def read_container(read: Callable[[int, int], bytes], size: int, label: str) -> Container:
@@ -103,7 +95,7 @@ def read_container(read: Callable[[int, int], bytes], size: int, label: str) -> 
             f"{label}: has {size} bytes, but its header describes {end}: "
             + ("it is truncated" if size < end else "there are bytes after the end")
         )
-    return Container(entries, metadata, start, size)
+    return Container(entries, metadata)
 
 
 def _entry(name: str, value: Any, start: int, label: str) -> TensorEntry:

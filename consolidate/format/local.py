@@ -65,12 +65,13 @@ class LocalStore:
         return os.path.isdir(path)
 
     def make_folder(self, path: str) -> None:
+        """Makes a folder and its parents if there is none, and makes its name durable."""
         made, above = list[str](), path
         while above and not os.path.lexists(above):
             made, above = [above, *made], os.path.dirname(above)
         with _writing(path):
             os.makedirs(path, exist_ok=True)
-        for each in made:
+        for each in made or [path]:
             with contextlib.suppress(OutputError):  # no permission to read the parent
                 self.sync_folder(os.path.dirname(each) or ".")
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from ..errors import CorruptFileError, InvalidMetadataError, UnsupportedValueError
+from ..errors import CorruptFileError, UnsupportedValueError
 from .digests import DIGEST_LENGTH, chunk_bytes, digest
 from .rank_file import FileRecord
 from .store import Store, read
@@ -178,26 +178,15 @@ def dump_manifest(manifest: Manifest) -> bytes:
     }
     if manifest.sharding_rules is not None:
         body["spans"] = {name: astuple(rule) for name, rule in manifest.sharding_rules.items()}
-    return _sealed({**body, "files": [vars(file) for file in manifest.files]})
-
-
-def _sealed(body: Mapping[str, Any]) -> bytes:
+    body["files"] = [vars(file) for file in manifest.files]
     data = write_json(body)
     sealed = _HEAD + digest(data).encode() + _MIDDLE + data + _TAIL
     if len(sealed) > MAX_BYTES:
         raise UnsupportedValueError(
-            f"the manifest of step {body['step']} has {len(sealed)} bytes, but can have at most "
+            f"the manifest of step {manifest.step} has {len(sealed)} bytes, but can have at most "
             f"{MAX_BYTES}. Save large values of extra as parameters or buffers of the model."
         )
     return sealed
-
-
-def with_files(data: bytes, files: Iterable[FileRecord], label: str) -> bytes:
-    """Adds file records to a manifest without any. Raises as :func:`load_manifest`."""
-    body = read_json(_body(data, label), label)
-    if not isinstance(body, dict) or body.get("files") != []:
-        raise InvalidMetadataError(f"{label}: is not a manifest with an empty list of files")
-    return _sealed({**body, "files": [vars(file) for file in files]})
 
 
 def is_begun(store: Store, path: str) -> bool:
@@ -211,8 +200,11 @@ def is_ended(store: Store, path: str) -> bool:
     return size >= len(_TAIL) and read(store, path, size - len(_TAIL), size) == _TAIL
 
 
-def load_manifest(data: bytes, label: str) -> Manifest:
-    """Raises CorruptFileError if the digest differs, InvalidMetadataError for other defects."""
+def load_manifest(data: bytes, label: str, files: Sequence[FileRecord] = ()) -> Manifest:
+    """Raises CorruptFileError if the digest differs, InvalidMetadataError for other defects.
+
+    ``files``: the records of a manifest that was written without them.
+    """
     found = Fields(read_json(_body(data, label), label), label)
     found.require_format(FORMAT, VERSION)
     save_id, world_size = found.text("save_id"), found.integer("world_size", least=1)
@@ -223,9 +215,8 @@ def load_manifest(data: bytes, label: str) -> Manifest:
     names = [name for tensor in parameters + buffers for name in tensor.names]
     if len(set(names)) != len(names):
         found.fail("two parameters or buffers have the same name")
-    files = tuple(
-        load_file(each, rank, world_size) for rank, each in enumerate(found.objects("files"))
-    )
+    listed = found.objects("files")
+    files = (*files, *(load_file(each, rank, world_size) for rank, each in enumerate(listed)))
     if len(files) != world_size:
         found.fail(f"lists {len(files)} files, expected one for each of {world_size} ranks")
     optimizer, extra_state = None, found.json("extra_state")

@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 
 from ..errors import CorruptFileError, ShardMismatchError
-from .container import Container, layout, read_container
+from .container import Container, dump_header, read_container
 from .digests import DIGEST_LENGTH, ChunkDigests, chunk_bytes, digest
 from .dtypes import DTYPES, copy_into, dtype_name, tensor_bytes
 from .store import Store, creating
@@ -79,16 +79,14 @@ def pieces(tensors: Iterable[FileTensor]) -> Iterator[memoryview]:
     return (piece for tensor in tensors for piece in tensor.pieces())
 
 
-def layout_of(
-    tensors: Iterable[FileTensor], metadata: Mapping[str, str]
-) -> tuple[list[FileTensor], Container, bytes]:
-    """The tensors in the order of the file, and its header.
+def in_file_order(tensors: Iterable[FileTensor]) -> list[FileTensor]:
+    """The largest dtypes first, so that each tensor is aligned to its item size."""
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
-    The largest dtypes are first, so that each tensor is aligned to its item size.
-    """
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    described = [(t.name, dtype_name(t.dtype, repr(t.name)), t.shape) for t in ordered]
-    return ordered, *layout(described, metadata)
+
+def make_header(tensors: Iterable[FileTensor], metadata: Mapping[str, str]) -> bytes:
+    described = ((t.name, dtype_name(t.dtype, repr(t.name)), t.shape) for t in tensors)
+    return dump_header(described, metadata)
 
 
 def write_file(
@@ -99,14 +97,15 @@ def write_file(
     Raises OutputError (the caller must remove the incomplete file), or ShardMismatchError if a
     tensor changed its dtype or size during the save.
     """
-    ordered, container, header = layout_of(tensors, metadata)
-    digests = ChunkDigests(chunk_bytes(container.size))
+    ordered = in_file_order(tensors)
+    header = make_header(ordered, metadata)
+    size = len(header) + sum(tensor.nbytes for tensor in ordered)
+    digests = ChunkDigests(chunk_bytes(size))
     with creating(store, path) as output:
         for piece in chain([memoryview(header)], pieces(ordered)):
             digests.update(piece)
             output.write(piece)
-    name = path.rpartition("/")[2]
-    return FileRecord(name, container.size, digests.chunk, digests.finish())
+    return FileRecord(path.rpartition("/")[2], size, digests.chunk, digests.finish())
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,12 +18,15 @@ from ..errors import (
     MixedSaveError,
     ShardMismatchError,
 )
-from . import folders, manifest
+from . import folders
 from .dtypes import DTYPES
 from .manifest import (
+    MAX_BYTES,
+    NAME,
     Manifest,
     buffer_key,
     file_name,
+    is_begun,
     load_manifest,
     parameter_key,
     state_key,
@@ -47,30 +49,21 @@ class ShardedCheckpoint:
         MissingRankError, MixedSaveError: a file is missing, or is of another save.
     """
 
-    def __init__(self, path: Any, store: Store | None = None):
-        """With ``store``, ``path`` is the folder of a checkpoint in it."""
+    def __init__(self, path: Any, store: Store | None = None, manifest: Manifest | None = None):
+        """With ``store``, ``path`` is the folder of a checkpoint in it; ``manifest`` is its own."""
         found: tuple[Store, str] = (
             folders.resolve_checkpoint(path) if store is None else (store, path)
         )
         self.store, self.folder = found
-        label = join(self.folder, manifest.NAME)
-        size = self.store.size(label)
-        if size > manifest.MAX_BYTES:
-            raise CorruptFileError(
-                f"{label}: has {size} bytes, a manifest has at most {manifest.MAX_BYTES}. Use "
-                "another checkpoint."
-            )
-        if not manifest.is_begun(self.store, label):
-            raise CorruptFileError(f"{label}: is not a manifest. Use another checkpoint.")
-        self.manifest = load_manifest(read(self.store, label, 0, size), label)
+        self.manifest = manifest or _read_manifest(self.store, self.folder)
         self._files: dict[int, RankFile] = {}
         self._load = cached_loader(self.manifest.files)
         self._pieces: dict[str, list[Piece]] | None = None
         place = folders.parse_folder_name(self.folder.rpartition("/")[2])
         if place is not None and place.step != self.manifest.step:
             raise MixedSaveError(
-                f"{label}: is of step {self.manifest.step}, but its folder is named after step "
-                f"{place.step}. The folder was renamed, or files were exchanged."
+                f"{join(self.folder, NAME)}: is of step {self.manifest.step}, but its folder is "
+                f"named after step {place.step}. The folder was renamed, or files were exchanged."
             )
         self._require_exact_files()
 
@@ -134,23 +127,19 @@ class ShardedCheckpoint:
         self._pieces = pieces
 
     def _pieces_in(self, name: str, begin: int, end: int) -> Iterator[Piece]:
-        if self.manifest.sharding_rules is not None and self._pieces is None:
-            rule, numel = self.manifest.sharding_rules[name], self.manifest.parameters[name].numel
-            for low, high, rank in rule.pieces(numel, begin, end):
-                if rank >= self.manifest.world_size:
-                    raise CoverageError(
-                        f"{join(self.folder, manifest.NAME)}: says that rank {rank} has elements "
-                        f"{low} to {high} of {name!r}, but there are {self.manifest.world_size} "
-                        "ranks. Use another checkpoint."
-                    )
-                yield low, high, rank
+        """The pieces that overlap a range; without rules, all pieces."""
+        if self.manifest.sharding_rules is None:
+            yield from self.pieces(name)
             return
-        pieces = self.pieces(name)
-        first = max(bisect_right(pieces, begin, key=lambda piece: piece[0]) - 1, 0)
-        for piece in pieces[first:]:
-            if piece[0] >= end:
-                break
-            yield piece
+        rule, numel = self.manifest.sharding_rules[name], self.manifest.parameters[name].numel
+        for low, high, rank in rule.pieces(numel, begin, end):
+            if rank >= self.manifest.world_size:
+                raise CoverageError(
+                    f"{join(self.folder, NAME)}: says that rank {rank} has elements {low} to "
+                    f"{high} of {name!r}, but there are {self.manifest.world_size} ranks. Use "
+                    "another checkpoint."
+                )
+            yield low, high, rank
 
     def read(self, name: str, begin: int, end: int, state: str | None = None) -> torch.Tensor:
         """Reads flattened elements of a parameter, or of its optimizer ``state``."""
@@ -165,10 +154,10 @@ class ShardedCheckpoint:
                 raise ValueError(f"{self.folder}: has no optimizer, so it has no state {state!r}")
             dtype = optimizer.state[name].sharded[state]
         out = torch.empty(end - begin, dtype=DTYPES[dtype], device="cpu")
-        self.read_to(out, state, name, begin)
+        self.read_to(name, state, out, begin)
         return out
 
-    def read_to(self, out: torch.Tensor, state: str | None, name: str, begin: int) -> None:
+    def read_to(self, name: str, state: str | None, out: torch.Tensor, begin: int) -> None:
         """As :meth:`read`, into ``out`` (contiguous, one-dimensional)."""
         key = parameter_key(name) if state is None else state_key(state, name)
         end = begin + out.numel()
@@ -177,15 +166,29 @@ class ShardedCheckpoint:
             if start < stop:
                 self.file(rank).read_to(out[start - begin : stop - begin], key, start - low)
 
-    def read_buffer(self, name: str, rank: int = 0) -> torch.Tensor:
-        tensor = self.manifest.buffers[name]
-        return self.file(rank).read(buffer_key(name), 0, tensor.numel).reshape(tensor.shape)
+    def read_buffer(self, name: str, begin: int, end: int, rank: int = 0) -> torch.Tensor:
+        """Elements of a buffer with the values of ``rank``, or of rank 0 if there was none."""
+        rank = rank if rank < self.manifest.world_size else 0
+        return self.file(rank).read(buffer_key(name), begin, end)
 
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> None:
         """Checks every byte, and that no tensor is missing. Raises CheckpointError."""
         for file in self.files():
             file.verify(progress)
         self.require_coverage()
+
+
+def _read_manifest(store: Store, folder: str) -> Manifest:
+    label = join(folder, NAME)
+    size = store.size(label)
+    if size > MAX_BYTES:
+        raise CorruptFileError(
+            f"{label}: has {size} bytes, a manifest has at most {MAX_BYTES}. Use another "
+            "checkpoint."
+        )
+    if not is_begun(store, label):
+        raise CorruptFileError(f"{label}: is not a manifest. Use another checkpoint.")
+    return load_manifest(read(store, label, 0, size), label)
 
 
 def latest_checkpoint(path: Any, step: int | None = None) -> str | None:

@@ -33,7 +33,7 @@ from ..errors import (
 from ..format import values
 from ..format.digests import digest
 from ..format.dtypes import copy_into, dtype_name, flatten_on_host, is_dense
-from ..format.manifest import NOT_OPTIONS, Group, Optimizer, State, Tensor
+from ..format.manifest import NOT_OPTIONS, Group, Manifest, Optimizer, State, Tensor
 from .ranks import Rank, read_rank, sort_ranks, tie
 
 OUTPUT_NAME = "_consolidated.pth"
@@ -128,6 +128,13 @@ class LegacySource:
     def extra_state(self) -> Mapping[str, Any]:
         found = {n: self.ranks[0].state_dict[key] for n, key in self._buffer_keys.items()}
         return {n: value for n, value in found.items() if not is_dense(value)}
+
+    @property
+    def manifest(self) -> Manifest:
+        """Without the optimizer. Raises UnsupportedValueError for the extra state."""
+        extra = values.encode(dict(self.extra_state), f"{self.label}: extra state")
+        tensors = self.parameters, self.buffers
+        return Manifest(self.save_id, 0, self.world_size, *tensors, (), extra_state=extra or None)
 
     def _dtype(self, key: str) -> str:
         first = self.ranks[0]
@@ -393,8 +400,6 @@ def _verify_files(paths: list[str], progress: Callable[[int], object]) -> None:
 
 def _can_forget(path: str) -> bool:
     """Whether pages may be unloaded. Not if torch reversed the bytes (big-endian) in memory."""
-    if not hasattr(mmap, "MADV_DONTNEED"):
-        return False
     try:
         with zipfile.ZipFile(path) as archive:
             order = next(n for n in archive.namelist() if n.endswith("/byteorder"))

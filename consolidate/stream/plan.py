@@ -1,7 +1,7 @@
 """Assigns the tensors of a source to the files of the result, without reading values.
 
-Resharding splits parameters as ``xla_fsdp.sharding.layout`` does, so that loading ranks mostly read
-their own file.
+Resharding splits parameters as ``xla_fsdp.sharding.layout`` does, so that a loading rank mostly
+reads one file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ from ..errors import OptionsError, UnsupportedValueError
 from ..format import manifest, values
 from ..format.digests import chunk_bytes, digest
 from ..format.dtypes import DTYPES
-from ..format.manifest import Manifest, Optimizer, buffer_key, file_name, parameter_key, state_key
+from ..format.manifest import (
+    Manifest,
+    Optimizer,
+    ShardingRule,
+    buffer_key,
+    file_name,
+    parameter_key,
+    state_key,
+)
 from ..format.rank_file import FileRecord, FileTensor
 from ..format.strict import write_json
 from .options import SAFETENSORS, Options
 from .result_file import ResultFile, SafetensorsFile, TorchFile
-from .sources import ShardedSource, Source
+from .sources import Source
 
 RECORD = "consolidated.json"
 INDEX = "model.safetensors.index.json"
@@ -202,7 +210,7 @@ def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) 
     described = _make_manifest(source, world_size, identity)
     files = []
     for rank in range(world_size):
-        ranges = {name: _range(t.numel, rank, world_size) for name, t in source.parameters.items()}
+        ranges = _ranges(described, rank)
         begins = {name: begin for name, (begin, end) in ranges.items() if begin < end}
         metadata = {**described.identity(rank), "begins": write_json(begins).decode()}
         tensors = partial(_rank_tensors, source, described, rank)
@@ -221,31 +229,27 @@ def make_reshard_plan(source: Source, world_size: int, tied: Mapping[str, str]) 
 
 
 def _make_manifest(source: Source, world_size: int, identity: str) -> Manifest:
-    if isinstance(source, ShardedSource):
-        return replace(
-            source.manifest, save_id=identity, world_size=world_size, files=(), sharding_rules=None
-        )
-    extra_state = values.encode(dict(source.extra_state), f"{source.label}: extra state")
-    return Manifest(
-        save_id=identity,
-        step=0,
-        world_size=world_size,
-        parameters=source.parameters,
-        buffers=source.buffers,
-        files=(),
-        extra_state=extra_state or None,
+    rules = {}
+    for name, tensor in source.parameters.items():
+        chunk = -(-tensor.numel // (world_size * _LANES)) * _LANES
+        rules[name] = ShardingRule(0, 1, max(chunk, 1), 0)
+    return replace(
+        source.manifest, save_id=identity, world_size=world_size, files=(), sharding_rules=rules
     )
 
 
-def _range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    count = -(-numel // (world_size * _LANES)) * _LANES
-    return min(rank * count, numel), min((rank + 1) * count, numel)
+def _ranges(described: Manifest, rank: int) -> dict[str, tuple[int, int]]:
+    assert described.sharding_rules is not None
+    return {
+        name: rule.range_of_rank(rank, described.parameters[name].numel)
+        for name, rule in described.sharding_rules.items()
+    }
 
 
 def _rank_tensors(source: Source, described: Manifest, rank: int) -> Iterator[FileTensor]:
     state = described.optimizer.state if described.optimizer is not None else {}
-    for name, tensor in described.parameters.items():
-        begin, end = _range(tensor.numel, rank, described.world_size)
+    for name, (begin, end) in _ranges(described, rank).items():
+        tensor = described.parameters[name]
         if begin == end:
             continue
         read: Callable[[int, int], torch.Tensor] = partial(source.read, name)

@@ -9,7 +9,7 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ from ..errors import CheckpointError, UnsupportedValueError
 from ..format.digests import ChunkDigests, chunk_bytes, digest
 from ..format.dtypes import flatten_on_host, is_dense
 from ..format.local import LocalStore
-from ..format.rank_file import PIECE_BYTES, FileTensor, layout_of, pieces
+from ..format.rank_file import PIECE_BYTES, FileTensor, in_file_order, make_header, pieces
 from ..format.store import creating, read
 
 _DISK = LocalStore()
@@ -59,17 +59,14 @@ class SafetensorsFile:
         """Writes durably. Returns the digests of the file's chunks. Raises OutputError."""
         header, total = self._header(_UNKNOWN), xxhash.xxh3_64()
         chunks = ChunkDigests(chunk_bytes(self.size))
-
-        def take(piece: memoryview) -> None:
-            total.update(piece)
-            chunks.update(piece)
-            output.write(piece)
-            progress(len(piece))
-
         chunks.update(memoryview(header))
         with creating(_DISK, path) as output:
             output.write(bytes(len(header)))
-            pump(pieces(layout_of(self.tensors(), {})[0]), take)
+            for piece in read_ahead(pieces(in_file_order(self.tensors()))):
+                total.update(piece)
+                chunks.update(piece)
+                output.write(piece)
+                progress(len(piece))
             output.write_at(0, self._header(total.hexdigest()))
         digests, chunk = chunks.finish(), chunks.chunk
         first = ""
@@ -99,7 +96,7 @@ class SafetensorsFile:
         return chunks.finish() if header == self._header(total.hexdigest()) else None
 
     def _header(self, digest: str) -> bytes:
-        return layout_of(self.tensors(), {**self.metadata, "digest": digest})[2]
+        return make_header(in_file_order(self.tensors()), {**self.metadata, "digest": digest})
 
 
 @dataclass(frozen=True)
@@ -125,8 +122,14 @@ class TorchFile:
                     with _open_record(archive, record, len(data)) as entry:
                         entry.write(data)
                 for record, storage in storages.items():
+                    produce = storage.pieces()
+                    # For a small one, a thread would cost more time than it saves.
+                    if storage.nbytes > PIECE_BYTES:
+                        produce = read_ahead(produce)
                     with _open_record(archive, record, storage.nbytes) as entry:
-                        _copy_storage(storage, entry, progress)
+                        for piece in produce:
+                            entry.write(piece)
+                            progress(len(piece))
         return ""
 
     def check(self, path: str, progress: Callable[[int], object]) -> str | None:
@@ -226,31 +229,10 @@ def _open_record(archive: zipfile.ZipFile, record: str, size: int) -> IO[bytes]:
     return archive.open(entry, "w", force_zip64=wide)
 
 
-def _copy_storage(storage: FileTensor, entry: IO[bytes], progress: Callable[[int], object]) -> None:
-    def take(piece: memoryview) -> None:
-        entry.write(piece)
-        progress(len(piece))
-
-    # A thread would cost more time than it saves.
-    if storage.nbytes > PIECE_BYTES:
-        pump(storage.pieces(), take)
-    else:
-        for piece in storage.pieces():
-            take(piece)
-
-
-def pump(produce: Iterable[memoryview], consume: Callable[[memoryview], object]) -> None:
-    """Calls ``consume`` with every piece, in order, while another thread produces the next one.
-
-    An exception in either thread is raised here. The thread has ended when this returns.
-    """
-    remaining = iter(produce)
-
-    def read() -> memoryview | None:
-        return next(remaining, None)
-
+def read_ahead(produce: Iterator[memoryview]) -> Iterator[memoryview]:
+    """Yields the pieces, while another thread produces the next one."""
     with ThreadPoolExecutor(1, "read ahead") as reader:
-        ahead = reader.submit(read)
+        ahead = reader.submit(next, produce, None)
         while (piece := ahead.result()) is not None:
-            ahead = reader.submit(read)
-            consume(piece)
+            ahead = reader.submit(next, produce, None)
+            yield piece

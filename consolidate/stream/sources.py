@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from ..errors import OptionsError
 from ..format import folders, manifest, values
 from ..format.reader import ShardedCheckpoint
@@ -66,7 +64,7 @@ class ShardedSource:
         self.inputs += [self.label, join(self.label, manifest.NAME)]
         self.parameters, self.buffers = found.parameters, found.buffers
         self.optimizer = found.optimizer
-        self.read = self.checkpoint.read
+        self.read, self.read_buffer = self.checkpoint.read, self.checkpoint.read_buffer
         self.size = sum(record.size for record in found.files)
         tensors = [*found.parameters.values(), *found.buffers.values()]
         self.order = [(name, tensor.name) for tensor in tensors for name in tensor.names]
@@ -75,11 +73,6 @@ class ShardedSource:
     def extra_state(self) -> Mapping[str, Any]:
         found = self.manifest.extra_state or {}
         return {key: values.decode(value, self.label) for key, value in found.items()}
-
-    def read_buffer(self, name: str, begin: int, end: int, rank: int = 0) -> torch.Tensor:
-        """Elements of a buffer with the values of ``rank``, or of rank 0 if there was none."""
-        rank = rank if rank < self.world_size else 0
-        return self.checkpoint.file(rank).read(manifest.buffer_key(name), begin, end)
 
     def verify(self, progress: Callable[[int], object]) -> str:
         self.checkpoint.verify(progress)

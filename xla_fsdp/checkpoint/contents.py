@@ -160,16 +160,14 @@ class HostCopies:
     """Copies tensors to the host. The last copy is cached: its pieces are read in turn."""
 
     def __init__(self) -> None:
-        self._tensor: torch.Tensor | LazyState | None = None
-        self._copy: torch.Tensor | None = None
+        self._last: tuple[torch.Tensor | LazyState, torch.Tensor] | None = None
 
     def flat(self, tensor: torch.Tensor | LazyState) -> torch.Tensor:
-        if tensor is not self._tensor:
-            self._tensor, self._copy = tensor, None
-        if self._copy is None:
+        if self._last is None or self._last[0] is not tensor:
+            self._last = None  # frees the memory of the last copy
             value = tensor.make() if isinstance(tensor, LazyState) else local(tensor.detach())
-            self._copy = flatten_on_host(value)
-        return self._copy
+            self._last = tensor, flatten_on_host(value)
+        return self._last[1]
 
 
 def _file_tensors(

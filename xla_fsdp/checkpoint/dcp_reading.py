@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
@@ -301,14 +302,8 @@ class _Directory:
         if top in values:
             return values[top]
         paths = self.metadata.planner_data or {}
-        found: dict[Any, Any] = {}
-        for key, value in values.items():
-            path = _path_below(top, key, tuple(paths.get(key, ())))
-            inner = found
-            for part in path[:-1]:
-                inner = inner.setdefault(part, {})
-            inner[path[-1]] = value
-        return _with_lists(found)
+        below = {key: (top, *_path_below(top, key, tuple(paths.get(key, ())))) for key in values}
+        return unflatten_state_dict(values, below)[top]
 
     def _stored(self, key: str, about: TensorStorageMetadata) -> ReadableTensor:
         shape, dtype = tuple(about.size), about.properties.dtype
@@ -373,14 +368,6 @@ def _path_below(top: str, key: str, path: tuple[str | int, ...]) -> tuple[str | 
         if ".".join(map(str, (top, *path[start:]))) == key:
             return path[start:]
     return tuple(key[len(top) + 1 :].split("."))
-
-
-def _with_lists(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if value and all(isinstance(key, int) for key in value):
-        return [_with_lists(value[key]) for key in sorted(value)]
-    return {key: _with_lists(each) for key, each in value.items()}
 
 
 class _Planner(DefaultLoadPlanner):

@@ -26,12 +26,18 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..collectives.random_state import synced_device
 from ..consolidate.errors import OutputError, SharedStorageError
-from ..sharding.sharded_parameter import local
+from ..consolidate.format import values
+from ..consolidate.format.manifest import State
 from .contents import HostCopies
 from .dcp_reading import IndexRange, split_index_range
-from .full_state import state_kinds
 from .inventory import Inventory, ParameterShard, agree_on_inventory
-from .optimizer_state import local_state, members_of_groups, options, state_converter_of
+from .optimizer_state import (
+    OptimizerStateShard,
+    ParameterGroups,
+    agree_on_state,
+    options,
+    state_converter_of,
+)
 from .protocol import PlaceholderTensor, placeholder_state_dict
 from .rank_exchange import RankExchange, wait_until
 
@@ -66,10 +72,10 @@ def to_dcp(path: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None 
         lambda: {entry.keys[0]: entry for entry in _model_values(model, inventory)},
     )
     if optimizer is not None:
-        state_kinds(exchange, inventory, optimizer)
+        state = agree_on_state(exchange, inventory, optimizer)
         contents |= exchange.run_on_each_rank(
             "describe the optimizer",
-            lambda: {entry.keys[0]: entry for entry in _optimizer_values(inventory, optimizer)},
+            lambda: {entry.keys[0]: entry for entry in _optimizer_values(optimizer, *state)},
         )
     folder = exchange.run_and_gather("name the directory", lambda: _local_folder(path))[0]
     exchange.run_on_first_rank(f"make {folder}", lambda: _make_folder(folder))
@@ -174,7 +180,10 @@ def _model_values(model: nn.Module, inventory: Inventory) -> Iterator[_DcpValue]
 
 
 def _optimizer_values(
-    inventory: Inventory, optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer,
+    groups: ParameterGroups,
+    state: Mapping[str, State],
+    tensors: Sequence[OptimizerStateShard],
 ) -> Iterator[_DcpValue]:
     if state_converter_of(optimizer) is not None:
         raise TypeError(
@@ -182,15 +191,15 @@ def _optimizer_values(
             "which torch.distributed.checkpoint requires. Use save_checkpoint or "
             "full_optim_state_dict for this optimizer."
         )
-    for shard in inventory.parameters:
-        for key, value in local_state(optimizer, shard.holder).items():
-            path = ("optim", "state", shard.name, key)
-            if isinstance(value, torch.Tensor) and value.shape == local(shard.holder).shape:
-                yield _DcpValue([path], value, shard)
-            else:
-                yield from _split_value(path, value)
-    groups = zip(optimizer.param_groups, members_of_groups(inventory, optimizer), strict=True)
-    for number, (group, members) in enumerate(groups):
+    for each in tensors:
+        for shard in each.parameters:
+            yield _DcpValue([("optim", "state", shard.name, each.key)], each.tensor, shard)
+    for name, own in state.items():
+        for key, encoded in own.single.items():
+            yield from _split_value(
+                ("optim", "state", name, key), values.decode(encoded["value"], key)
+            )
+    for number, (group, members) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         for name, value in options(group).items():
             yield from _split_value(("optim", "param_groups", number, name), copy.deepcopy(value))
         names = [shard.name for shard in members]

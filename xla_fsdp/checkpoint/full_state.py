@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -12,12 +12,13 @@ from torch import nn
 
 from ..collectives.random_state import synced_device
 from ..collectives.world import World
+from ..consolidate.format import values
+from ..consolidate.format.manifest import State
 from ..optim.saved import LazyState, StateConverter, state_converter_of
-from ..sharding.sharded_parameter import local
 from ..sharding.state import units_in
 from ..sharding.user_checks import require_values
 from ..tree import map_tensors, tensors_in
-from .inventory import CPU, Entry, Inventory, ParameterShard, agree_on_inventory, gather_members
+from .inventory import CPU, ParameterShard, agree_on_inventory, gather_members
 from .matching import (
     LoadedKeys,
     Match,
@@ -28,9 +29,8 @@ from .matching import (
     match_optimizer,
 )
 from .optimizer_state import (
-    ParameterGroups,
-    convert_state_to_save,
-    local_state,
+    OptimizerStateShard,
+    agree_on_state,
     members_of_groups,
     options,
     unsharded_placeholder,
@@ -227,9 +227,6 @@ def match_given(
     )
 
 
-_PLAIN = (type(None), bool, int, float, complex, str)
-
-
 @synced_device()
 def full_optim_state_dict(
     model: nn.Module,
@@ -263,26 +260,33 @@ def full_optim_state_dict(
     """
     exchange = RankExchange()
     inventory = agree_on_inventory(exchange, model)
-    groups = state_kinds(exchange, inventory, optimizer)
+    groups, state, tensors = agree_on_state(exchange, inventory, optimizer)
     to = _device_of_result(exchange, rank0_only, offload_to_cpu)
-    found: dict[str, dict[str, Any]] = {}
-    saver = state_converter_of(optimizer)
+    converter = state_converter_of(optimizer)
+    gathered_to = to if converter is None or to is None else CPU
     options_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    tensors_of: dict[nn.Parameter, list[OptimizerStateShard]] = {}
+    for each in tensors:
+        tensors_of.setdefault(each.parameters[0].holder, []).append(each)
+    found: dict[str, dict[str, Any]] = {}
     for members in inventory.parts():
         holder = members[0].holder
-        if saver is not None:
+        own = {
+            shard: _decode_single(state[shard.name], gathered_to)
+            for shard in members
+            if shard.name in state
+        }
+        for one in tensors_of.get(holder, ()):
+            having = [shard for shard in one.parameters if shard in own]
+            if having:
+                value = one.tensor.make() if isinstance(one.tensor, LazyState) else one.tensor
+                full = gather_members(members, value, gathered_to)
+                for shard in having if full else ():
+                    own[shard][one.key] = full[shard]
+        if to is not None and converter is not None:
             group = options_of.get(holder, {})
-            found |= _gather_converted(members, optimizer, saver, group, to)
-            continue
-        for key, value in local_state(optimizer, holder).items():
-            full: Mapping[Entry, Any] = {}
-            if isinstance(value, torch.Tensor) and value.shape == local(holder).shape:
-                full = gather_members(members, value, to)
-            elif to is not None:
-                copied = _detached if to == CPU else copy.deepcopy
-                full = {shard: copied(value) for shard in members}
-            for shard, each in full.items():
-                found.setdefault(shard.name, {})[key] = each
+            own = {s: _convert(converter, s, saved, group, to) for s, saved in own.items()}
+        found.update((shard.name, values) for shard, values in own.items())
 
     def describe_groups() -> list[dict[str, Any]]:
         return [
@@ -340,91 +344,25 @@ def load_full_optim_state_dict(
     exchange.run_and_gather(f"load {label}", lambda: load_optimizer_values(matched))
 
 
-def _gather_converted(
-    members: Sequence[ParameterShard],
-    optimizer: torch.optim.Optimizer,
-    saver: StateConverter,
+def _decode_single(state: State, to: torch.device | None) -> dict[str, Any]:
+    found = {}
+    for key, encoded in state.single.items() if to is not None else ():
+        value = values.decode(encoded["value"], key)
+        found[key] = value.to(to) if encoded.get("on") == "device" else value
+    return found
+
+
+def _convert(
+    converter: StateConverter,
+    shard: ParameterShard,
+    saved: Mapping[str, Any],
     group: Mapping[str, Any],
-    to: torch.device | None,
-) -> dict[str, dict[str, Any]]:
-    layout, first, holder = members[0].layout, members[0].first, members[0].holder
-    shape = local(holder).shape if layout is None else torch.Size(layout.shard_shape)
-    saved: dict[ParameterShard, dict[str, Any]] = {}
-    made: dict[LazyState, tuple[str, list[ParameterShard]]] = {}
-    for shard, converted in convert_state_to_save(optimizer, holder, members) or ():
-        saved[shard] = {}
-        for key, value in converted.items():
-            if isinstance(value, LazyState):
-                made.setdefault(value, (key, []))[1].append(shard)
-            else:
-                saved[shard][key] = [value] if key in saver.member_state else value
-    for lazy, (key, shards) in made.items():
-        values = lazy.make().reshape(-1)[first : first + shape.numel()]
-        full = gather_members(members, values.view(shape), None if to is None else CPU)
-        for shard in shards if full else ():
-            saved[shard][key] = full[shard]
-    if to is None:
-        return {}
-    return {
-        shard.name: {
-            key: value.to(to) if isinstance(value, torch.Tensor) else value
-            for key, value in saver.load_saved_state(
-                unsharded_placeholder(shard), converted, group
-            ).items()
-        }
-        for shard, converted in saved.items()
-    }
-
-
-def state_kinds(
-    exchange: RankExchange, inventory: Inventory, optimizer: torch.optim.Optimizer
-) -> ParameterGroups:
-    """Returns the parameters of each group. Raises as :func:`full_optim_state_dict`."""
-    converts = state_converter_of(optimizer) is not None
-
-    def look() -> tuple[ParameterGroups, list[Any]]:
-        groups = members_of_groups(inventory, optimizer)
-        kinds = [
-            # Pairs keep the order of the keys, in which collectives run.
-            [
-                shard.name,
-                [
-                    [key, _describe_state(shard, key, value, converts)]
-                    for key, value in local_state(optimizer, shard.holder).items()
-                ],
-            ]
-            for shard in inventory.parameters
-            if shard.holder in optimizer.state
-        ]
-        return groups, kinds
-
-    return exchange.run_and_compare(
-        "inspect the optimizer",
-        look,
-        "the optimizer of rank {rank} has state for other parameters, or other keys or dtypes, "
-        "than that of rank 0. Make the same optimizer steps on all ranks.",
-    )
-
-
-def _describe_state(shard: ParameterShard, key: str, value: Any, converts: bool) -> str:
-    """Describes a state, to compare ranks. Raises TypeError if it cannot be unsharded."""
-    if isinstance(value, torch.Tensor):
-        if converts:
-            return f"{value.dim()} {value.dtype}"
-        if value.shape == local(shard.holder).shape:
-            return f"sharded {value.dtype}"
-        if value.dim() == 0:
-            return f"0-d {value.dtype}"
-        what = f"a tensor of shape {list(value.shape)}"
-    elif converts or isinstance(value, _PLAIN):
-        return type(value).__name__
-    else:
-        what = f"of type {type(value).__name__}"
-    raise TypeError(
-        f"optimizer state {key!r} of parameter {shard.name!r} is {what}. Expected a tensor of the "
-        f"shard's shape {list(local(shard.holder).shape)}, a 0-d tensor or a number. Use an "
-        "optimizer of torch.optim or xla_fsdp.optim."
-    )
+    to: torch.device,
+) -> dict[str, Any]:
+    """The state of the same optimizer on the unwrapped model."""
+    saved = {key: [v] if key in converter.member_state else v for key, v in saved.items()}
+    loaded = converter.load_saved_state(unsharded_placeholder(shard), saved, group)
+    return {key: v.to(to) if isinstance(v, torch.Tensor) else v for key, v in loaded.items()}
 
 
 def _detached(value: Any) -> Any:

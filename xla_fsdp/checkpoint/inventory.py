@@ -110,7 +110,7 @@ class ReplicatedBuffer:
         return value.to(self.dtype)
 
     def copy_to(self, device: torch.device) -> torch.Tensor:
-        return self.value().clone() if device == CPU else self.value().to(device)
+        return self.value().to(device, copy=True)
 
 
 Entry = ParameterShard | ReplicatedBuffer
@@ -362,32 +362,24 @@ def gather_members(
     if to is None:
         return {}
     if layout is None:
-        return {members[0]: value.clone() if to != CPU or value.device == CPU else value.cpu()}
-    if to != CPU:
-        tensors = layout.split(full)
-        torch_xla.sync(wait=True)
-        return {shard: tensors[shard.member] for shard in members}
-    # Padding is at the end in both layouts.
-    flat = full.cpu().view(-1)
-    found: dict[Entry, torch.Tensor] = {}
-    for shard in members:
-        offset = layout.members[shard.member].offset
-        piece = flat[offset : offset + shard.numel].view(shard.shape)
-        found[shard] = piece if shard.numel == flat.numel() else piece.clone()
-    return found
+        return {members[0]: value.to(to, copy=True)}
+    tensors = layout.split(full if to != CPU else full.cpu())
+    torch_xla.sync(wait=True)
+    return {shard: tensors[shard.member] for shard in members}
 
 
 def _gather(first: ParameterShard, value: torch.Tensor) -> torch.Tensor:
     layout, world = first.layout, first.world
     assert layout is not None and world is not None
     count = torch.Size(layout.shard_shape).numel()
-    shard = value.to(world.device)
     if count == 0:
-        return shard.new_zeros(layout.padded_shape)
-    # The index of a stacked block is an input: a constant would compile a program per block.
-    if shard.numel() != count:
-        block = torch.tensor([first.first // count], device="cpu").to(world.device)
-        shard = torch.index_select(shard.view(-1, count), 0, block)
+        return value.new_zeros(layout.padded_shape, device=world.device)
+    shard = value.reshape(-1, count)
+    if len(shard) > 1:
+        # On the device, an index that is a constant would compile a program per block.
+        block = torch.tensor([first.first // count], device="cpu").to(value.device)
+        shard = torch.index_select(shard, 0, block)
+    shard = shard.to(world.device)
     full = world.all_gather(shard.view(layout.comm_shape), first.name)
     del shard
     torch_xla.sync(wait=True)

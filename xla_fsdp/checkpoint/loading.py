@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..consolidate.errors import (
 )
 from ..consolidate.format import folders, values
 from ..consolidate.format.dtypes import DTYPES
-from ..consolidate.format.manifest import NAME, Optimizer, Tensor, parameter_key, state_key
+from ..consolidate.format.manifest import NAME, Optimizer, Tensor
 from ..consolidate.format.reader import ShardedCheckpoint
 from ..consolidate.format.store import join
 from .contents import RNG_TORCH, RNG_XLA, require_scheduler
@@ -57,7 +58,7 @@ class LoadedCheckpoint:
 
 @dataclass
 class Reader:
-    """Reads a checkpoint for this rank, from the rank's own file only if the elements match."""
+    """Reads a checkpoint for this rank."""
 
     checkpoint: ShardedCheckpoint
     exchange: RankExchange
@@ -77,17 +78,7 @@ class Reader:
         return found | {self._buffer(each): each for each in manifest.buffers.values()}
 
     def stored(self, tensor: Tensor, state: str | None = None, dtype: str = "") -> ReadableTensor:
-        key = parameter_key(tensor.name) if state is None else state_key(state, tensor.name)
-
-        def fill(out: torch.Tensor, begin: int) -> None:
-            if self.same_world:
-                own = self.checkpoint.file(self.exchange.rank)
-                mine = own.range_of(tensor.name)
-                if mine == (begin, begin + out.numel()) and key in own.container.entries:
-                    own.read_to(out, key, 0)
-                    return
-            self.checkpoint.read_to(out, state, tensor.name, begin)
-
+        fill = partial(self.checkpoint.read_to, tensor.name, state)
         return ReadableTensor(tensor.shape, DTYPES[dtype or tensor.dtype], fill, kind="parameter")
 
     def _buffer(self, tensor: Tensor) -> ReadableTensor:
@@ -95,8 +86,8 @@ class Reader:
         rank = self.exchange.rank if self.same_world else 0
 
         def fill(out: torch.Tensor, begin: int) -> None:
-            value = self.checkpoint.read_buffer(tensor.name, rank)
-            out.copy_(value.reshape(-1)[begin : begin + out.numel()])
+            end = begin + out.numel()
+            out.copy_(self.checkpoint.read_buffer(tensor.name, begin, end, rank))
 
         return ReadableTensor(tensor.shape, DTYPES[tensor.dtype], fill, kind="buffer")
 

@@ -246,13 +246,8 @@ def match_optimizer(
     problems: list[str] = []
     saver = state_converter_of(optimizer)
     member_state = None if saver is None else saver.member_state
-    if saved.kind is None and saver is None:
+    if saved.kind is None:
         state = {**_classify_values(state, problems)}
-    elif saved.kind is None:  # already converted to names
-        state = {
-            shard: {k: v if isinstance(v, ReadableTensor) else Number(v) for k, v in own.items()}
-            for shard, own in state.items()
-        }
     found = {}
     for holder, members in inventory.by_holder().items():
         own = {shard: state[shard] for shard in members if shard in state}

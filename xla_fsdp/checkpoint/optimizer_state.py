@@ -12,11 +12,14 @@ from torch import nn
 
 from ..consolidate.errors import ModelMismatchError, UnsupportedValueError
 from ..consolidate.format import values
+from ..consolidate.format.digests import digest
 from ..consolidate.format.dtypes import dtype_name
 from ..consolidate.format.manifest import NOT_OPTIONS, Group, Optimizer, State
+from ..consolidate.format.strict import write_json
 from ..optim.saved import LazyState, StateConverter, state_converter_of
 from ..sharding.sharded_parameter import local, on_local_parts
 from .inventory import Inventory, ParameterShard
+from .rank_exchange import RankExchange
 from .readable_tensor import ReadableTensor
 
 ParameterGroups = list[list[ParameterShard]]
@@ -40,11 +43,6 @@ def describe_optimizer(
     Raises as :func:`members_of_groups`, and UnsupportedValueError for state of other shapes.
     """
     members = members_of_groups(inventory, optimizer)
-    elementwise = elementwise_keys(
-        (key, value, local(parameter).shape)
-        for parameter in optimizer.state
-        for key, value in local_state(optimizer, parameter).items()
-    )
     groups = tuple(
         Group(
             tuple(shard.name for shard in own),
@@ -54,6 +52,19 @@ def describe_optimizer(
             },
         )
         for number, (group, own) in enumerate(zip(optimizer.param_groups, members, strict=True))
+    )
+    state, tensors = describe_state(optimizer, inventory)
+    return Optimizer(type(optimizer).__name__, groups, state), tensors
+
+
+def describe_state(
+    optimizer: torch.optim.Optimizer, inventory: Inventory
+) -> tuple[dict[str, State], list[OptimizerStateShard]]:
+    """The state by parameter, and its tensors. Raises as :func:`describe_optimizer`."""
+    elementwise = elementwise_keys(
+        (key, value, local(parameter).shape)
+        for parameter in optimizer.state
+        for key, value in local_state(optimizer, parameter).items()
     )
     state: dict[str, State] = {}
     tensors: dict[tuple[str, int], OptimizerStateShard] = {}
@@ -89,19 +100,43 @@ def describe_optimizer(
                 single[key]["on"] = "host" if value.device.type == "cpu" else "device"
         if own:
             state.update((shard.name, State(sharded, single)) for shard in shards)
-    return Optimizer(type(optimizer).__name__, groups, state), list(tensors.values())
+    return state, list(tensors.values())
+
+
+def agree_on_state(
+    exchange: RankExchange, inventory: Inventory, optimizer: torch.optim.Optimizer
+) -> tuple[ParameterGroups, dict[str, State], list[OptimizerStateShard]]:
+    """The groups' parameters, and :func:`describe_state`.
+
+    Raises MetadataMismatchError if two ranks have state for other parameters, keys or dtypes.
+    """
+
+    def describe() -> tuple[tuple, str]:
+        groups = members_of_groups(inventory, optimizer)
+        state, tensors = describe_state(optimizer, inventory)
+        kinds = [[name, dict(own.sharded), list(own.single)] for name, own in state.items()]
+        return (groups, state, tensors), digest(write_json(kinds))
+
+    return exchange.run_and_compare(
+        "inspect the optimizer",
+        describe,
+        "the optimizer of rank {rank} has state for other parameters, or other keys or dtypes, "
+        "than that of rank 0. Make the same optimizer steps on all ranks.",
+    )
 
 
 def _state_of_members(
     optimizer: torch.optim.Optimizer, inventory: Inventory
 ) -> Iterator[tuple[list[ParameterShard], Mapping[str, Any]]]:
     """Yields state with its parameters: one if the optimizer converts state, else the holder's."""
+    converter = state_converter_of(optimizer)
     for holder, shards in inventory.by_holder().items():
-        converted = convert_state_to_save(optimizer, holder, shards)
-        if converted is None:
+        if converter is None:
             yield shards, local_state(optimizer, holder)
-        for shard, own in converted or ():
-            yield [shard], own
+        elif state := optimizer.state.get(holder):
+            with on_local_parts():
+                members = converter.saved_state(holder, state)
+            yield from (([shard], members[number_in_holder(shard)]) for shard in shards)
 
 
 def local_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
@@ -175,21 +210,6 @@ def _refuse_tensors_in(value: Any, where: str) -> None:
                     "one value: use another optimizer."
                 )
             _refuse_tensors_in(each, where)
-
-
-def convert_state_to_save(
-    optimizer: torch.optim.Optimizer, holder: nn.Parameter, shards: Sequence[ParameterShard]
-) -> list[tuple[ParameterShard, Mapping[str, Any]]] | None:
-    """The converted state of ``shards``, which are in ``holder``. None without a converter."""
-    saver = state_converter_of(optimizer)
-    if saver is None:
-        return None
-    state = optimizer.state.get(holder)
-    if not state:
-        return []
-    with on_local_parts():
-        members = saver.saved_state(holder, state)
-    return [(shard, members[number_in_holder(shard)]) for shard in shards]
 
 
 def unsharded_placeholder(shard: ParameterShard) -> nn.Parameter:

@@ -389,9 +389,6 @@ def begin_save(
 
 def _start_save(store: Store, root: str, step: int) -> list:
     store.make_folder(root)
-    if store.renames:
-        with contextlib.suppress(CheckpointError):  # no permission to read the parent
-            store.sync_folder(os.path.dirname(root) or ".")
     for path in folders.find_leftovers(store, root):
         try:
             store.remove(path)
@@ -450,7 +447,7 @@ class RunningSave:
         try:
             try:
                 record = self.incomplete.write()
-                self._announce("record", record)
+                self._announce(record)
             except Exception as error:
                 self._written.set_exception(error)
                 raise
@@ -459,7 +456,7 @@ class RunningSave:
         except Exception as error:
             # This may fail too (disk full). Then the next call reports it to all ranks.
             with contextlib.suppress(CheckpointError):
-                self._announce("failed", describe_error(error))
+                self._announce(None, describe_error(error))
             self._completed.set_exception(error)
         else:
             self._completed.set_result(path)
@@ -487,35 +484,38 @@ class RunningSave:
                         "close() before the program ends."
                     )
         records = self._records or [found[rank] for rank in range(self.exchange.size)]
-        paths = [self._announcement(rank, "record") for rank in range(1, self.exchange.size)]
+        paths = [self._announcement(rank) for rank in range(1, self.exchange.size)]
         _run_concurrently(self.incomplete.store.remove, [(path,) for path in paths])
         return self.incomplete.commit(records)
 
     def _collect(self, found: dict[int, dict[str, Any]]) -> None:
         store = self.incomplete.store
         names = set(store.list(self.incomplete.partial))
-        new = [rank for rank in range(self.exchange.size) if rank not in found]
 
-        def content(rank: int, kind: str) -> Any:
-            path = self._announcement(rank, kind)
-            return read_json(read(store, path, 0, store.size(path)), path)[0]
+        def content(rank: int) -> list[Any]:
+            path = self._announcement(rank)
+            announced: list[Any] = read_json(read(store, path, 0, store.size(path)), path)
+            return announced
 
-        for rank in new:
-            if self._announcement(rank, "failed").rpartition("/")[2] in names:
-                reason = content(rank, "failed")
-                raise OtherRankError(f"rank {rank} could not write its file: {reason}")
-        there = [r for r in new if self._announcement(r, "record").rpartition("/")[2] in names]
-        records = _run_concurrently(content, [(rank, "record") for rank in there])
-        found.update(zip(there, records, strict=True))
+        new = [
+            rank
+            for rank in range(self.exchange.size)
+            if rank not in found and self._announcement(rank).rpartition("/")[2] in names
+        ]
+        announced = _run_concurrently(content, [(rank,) for rank in new])
+        for rank, (record, failure) in zip(new, announced, strict=True):
+            if failure is not None:
+                raise OtherRankError(f"rank {rank} could not write its file: {failure}")
+            found[rank] = record
 
-    def _announce(self, kind: str, value: Any) -> None:
+    def _announce(self, record: dict[str, Any] | None, failure: str | None = None) -> None:
         if self.incomplete.rank == 0 or self.exchange.size == 1:
             return
-        store, path = self.incomplete.store, self._announcement(self.incomplete.rank, kind)
+        store, path = self.incomplete.store, self._announcement(self.incomplete.rank)
         written = f"{path}.new" if store.renames else path
-        write(store, written, write_json([value]))
+        write(store, written, write_json([record, failure]))
         if store.renames:  # the file must not be visible before its content
             store.rename(written, path)
 
-    def _announcement(self, rank: int, kind: str) -> str:
-        return join(self.incomplete.partial, f"rank-{rank:05d}.{kind}")
+    def _announcement(self, rank: int) -> str:
+        return join(self.incomplete.partial, f"rank-{rank:05d}.outcome")

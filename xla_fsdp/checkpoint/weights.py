@@ -21,7 +21,7 @@ from ..consolidate.errors import (
     UnsafeFileError,
 )
 from ..consolidate.format.container import TensorEntry, read_container
-from ..consolidate.format.dtypes import DTYPES, is_dense
+from ..consolidate.format.dtypes import DTYPES, is_dense, tensor_bytes
 from ..consolidate.format.local import LocalStore
 from ..consolidate.format.store import Store, join, open_store, read
 from ..consolidate.format.strict import read_json
@@ -215,9 +215,8 @@ def _open_safetensors(store: Store, place: str) -> dict[str, ReadableTensor]:
 
     def stored(entry: TensorEntry) -> ReadableTensor:
         def fill(out: torch.Tensor, begin: int) -> None:
-            if out.numel():
-                at = entry.begin + begin * entry.itemsize
-                store.read_into(place, at, out.view(torch.uint8).numpy().data)
+            at = entry.begin + begin * entry.itemsize
+            store.read_into(place, at, tensor_bytes(out))
 
         return ReadableTensor(entry.shape, DTYPES[entry.dtype], fill)
 

@@ -33,7 +33,7 @@ from ..loading import (
 )
 from ..rank_exchange import RankExchange, describe_error
 from ..saving import IncompleteSave, RunningSave, agree_on_contents, begin_save
-from .host_tier import Card, HostTier, Save, manifest_of
+from .host_tier import Card, HostTier, Save
 from .hosts import Hosts, MultiHostStore, Peer
 
 # Step, save id, world size, and the ranks whose files the host has.
@@ -266,7 +266,7 @@ class TieredCheckpointer:
 
         def try_to_read(store: MultiHostStore) -> tuple[Prepared | None, str | None]:
             try:
-                return read(ShardedCheckpoint(store.folder, store)), None
+                return read(ShardedCheckpoint(store.folder, store, store.manifest())), None
             except CorruptFileError as error:
                 return None, describe_error(error)
 
@@ -332,7 +332,7 @@ class TieredCheckpointer:
 
         # Read separately: a gather pads the values of all ranks to the longest one.
         cards[0] = self._exchange.run_on_each_rank("read the manifest", with_manifest)
-        return MultiHostStore(tier, cards, manifest_of(cards), copies_of)
+        return MultiHostStore(tier, cards, copies_of)
 
     def _raise_if_damaged_or_missing(
         self, choice: SaveChoice, damaged: Mapping[Save, str], missing_ok: bool

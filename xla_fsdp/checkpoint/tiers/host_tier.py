@@ -12,12 +12,16 @@ from __future__ import annotations
 import contextlib
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, InvalidMetadataError
 from ...consolidate.format.digests import digest
-from ...consolidate.format.manifest import dump_manifest, file_name, load_file, with_files
+from ...consolidate.format.manifest import (
+    dump_manifest,
+    file_name,
+    load_file,
+)
 from ...consolidate.format.rank_file import FileRecord, write_file
 from ...consolidate.format.store import Store, join, read, write
 from ...consolidate.format.strict import Fields, read_json, write_json
@@ -185,9 +189,3 @@ class HostTier:
 
 def _card_name(card: Card) -> str:
     return card.record.name.removesuffix(".safetensors") + ".json"
-
-
-def manifest_of(cards: Mapping[int, Card]) -> bytes:
-    first = cards[0]
-    records = [cards[rank].record for rank in range(first.world_size)]
-    return with_files(first.manifest.encode(), records, f"manifest of {first.save.folder}")

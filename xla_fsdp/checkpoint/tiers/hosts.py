@@ -27,9 +27,9 @@ from ...consolidate.errors import (
     OutputError,
     UnreadableFileError,
 )
-from ...consolidate.format import manifest
 from ...consolidate.format.digests import ChunkDigests, digest
 from ...consolidate.format.local import LocalStore
+from ...consolidate.format.manifest import Manifest, load_manifest
 from ...consolidate.format.store import creating, join
 from ...ranks.slices import slices_of_ranks
 from ...tpu.slices import Groups
@@ -317,23 +317,23 @@ class MultiHostStore(LocalStore):
         self,
         tier: HostTier,
         cards: Mapping[int, Card],
-        manifest: bytes,
         copies_of: Callable[[int], Sequence[Peer | None]],
     ) -> None:
-        first = cards[0]
-        self.folder = join(tier.root, f"step-{first.save.step:08d}")
-        self._tier, self._manifest = tier, manifest
+        self.folder = join(tier.root, f"step-{cards[0].save.step:08d}")
+        self._tier, self._by_rank = tier, cards
         self._cards = {card.record.name: card for card in cards.values()}
         self._copies = {rank: list(copies_of(rank)) for rank in cards}
 
+    def manifest(self) -> Manifest:
+        """Raises CorruptFileError, InvalidMetadataError."""
+        first = self._by_rank[0]
+        records = [self._by_rank[rank].record for rank in range(first.world_size)]
+        return load_manifest(first.manifest.encode(), f"manifest of {first.save.folder}", records)
+
     def size(self, path: str) -> int:
-        name = self._name(path)
-        return len(self._manifest) if name == manifest.NAME else self._card(path).record.size
+        return self._card(path).record.size
 
     def read_into(self, path: str, begin: int, out: memoryview) -> None:
-        if self._name(path) == manifest.NAME:
-            out[:] = self._manifest[begin : begin + len(out)]
-            return
         card = self._card(path)
         *others, last = self._copies[card.rank]
         for peer in others:
@@ -371,16 +371,13 @@ class MultiHostStore(LocalStore):
         )
 
     def list(self, path: str) -> list[str]:
-        return [manifest.NAME, *self._cards] if path == self.folder else []
+        return list(self._cards) if path == self.folder else []
 
     def is_folder(self, path: str) -> bool:
         return path == self.folder
 
-    def _name(self, path: str) -> str:
-        return path.removeprefix(f"{self.folder}/")
-
     def _card(self, path: str) -> Card:
-        card = self._cards.get(self._name(path))
+        card = self._cards.get(path.removeprefix(f"{self.folder}/"))
         if card is None:
             raise CheckpointNotFoundError(f"{path}: does not exist in this save")
         return card
