@@ -7,7 +7,6 @@ rank.
 
 import copy
 import csv
-import datetime
 import functools
 import re
 
@@ -41,7 +40,7 @@ class Tagger(Words):
     def __init__(self, lr=1e-2):
         L.LightningModule.__init__(self)
         torch.manual_seed(3)
-        self.lr, self.batch_size, self.steps = lr, 2, []
+        self.lr = lr
         self.backbone = nn.Sequential(nn.Embedding(WORDS, WIDTH), Block(WIDTH))
         self.head = nn.Linear(WIDTH, 3)
 
@@ -55,9 +54,6 @@ class Tagger(Words):
 
     def on_before_optimizer_step(self, optimizer):
         pass
-
-    def train_dataloader(self):
-        return torch.utils.data.DataLoader(loader(1).dataset, batch_size=self.batch_size)
 
     def configure_optimizers(self):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -179,37 +175,21 @@ class Side:
         return copy.deepcopy(model.state_dict())
 
 
-def stopping_early(side):
-    """EarlyStopping, and a learning rate that makes it worse."""
-    stop = callbacks.EarlyStopping("val_loss", patience=1)
-    trainer = side.trainer(stop, max_epochs=5, limit_train_batches=1, num_sanity_val_steps=1)
-    found = side.fit(trainer, Tagger(lr=0.5))
-    return found | {"stopped": stop.stopped_epoch, "best": stop.best_score.item()}
-
-
-def timer(side):
-    """Timer: over before the second step."""
-    timer = callbacks.Timer(datetime.timedelta(seconds=0), interval="step")
-    return side.fit(side.trainer(timer, max_epochs=1))
-
-
-def best_and_last(side, state="full"):
+def best_and_last(side):
     """ModelCheckpoint: the best of three epochs, which is tested, and the last."""
-    kept = callbacks.ModelCheckpoint(
-        side.folder / f"best-{state}", "{epoch}", "val_loss", save_last=True, save_top_k=1
-    )
-    trainer = side.trainer(kept, state=state, max_epochs=3, limit_train_batches=1)
+    return {state: with_best_and_last(side, state) for state in ("full", "sharded")}
+
+
+def with_best_and_last(side, state):
+    folder, options = side.folder / f"best-{state}", {"max_epochs": 3, "limit_train_batches": 1}
+    kept = callbacks.ModelCheckpoint(folder, "{epoch}", "val_loss", save_last=True, save_top_k=1)
+    trainer = side.trainer(kept, state=state, num_sanity_val_steps=1, **options)
     found = side.fit(trainer, Tagger(lr=0.1))
-    files = sorted(path.name for path in (side.folder / f"best-{state}").iterdir())
-    tested = {}
+    found["files"] = sorted(path.name for path in folder.iterdir())
     for which in ("best", "last"):
         told = {"ckpt_path": which, "verbose": False, "weights_only": False}
-        tested[which] = trainer.test(Tagger(), side.loader, **told)[0]["val_loss"]
-    return found | {"files": files, "score": kept.best_model_score.item(), "tested": tested}
-
-
-def best_and_last_sharded(side):
-    return best_and_last(side, "sharded")
+        found[which] = trainer.test(Tagger(), side.loader, **told)[0]["val_loss"]
+    return found | {"score": kept.best_model_score.item()}
 
 
 def saved_and_resumed(side, make, **model):
@@ -225,7 +205,9 @@ def saved_and_resumed(side, make, **model):
         found[f"{state} again"] = side.fit(again, Tagger(**model), ckpt_path=path)
         groups = again.optimizers[0].param_groups
         found[f"{state} rates"] = [group["lr"] for group in groups]
-        found[f"{state} waited"] = getattr(callback, "wait_count", 0)
+        if isinstance(callback, callbacks.EarlyStopping):
+            found[f"{state} stopped"] = callback.wait_count, callback.stopped_epoch
+            found[f"{state} best"] = callback.best_score.item()
     return found
 
 
@@ -236,24 +218,6 @@ def early_stopping_resumed(side):
         return callbacks.EarlyStopping("val_loss", patience=2)
 
     return saved_and_resumed(side, stopping, lr=0.5)
-
-
-def accumulation_scheduler(side):
-    """GradientAccumulationScheduler: one batch a step, then two; clipped by norm."""
-    schedule = callbacks.GradientAccumulationScheduler({1: 2})
-    options = {"max_epochs": 2, "limit_train_batches": 2, "gradient_clip_val": 0.2}
-    return side.fit(side.trainer(schedule, **options))
-
-
-def learning_rates(side):
-    """LearningRateMonitor, of a schedule by steps, in a log of one rank."""
-    log = CSVLogger(side.folder, name="rates", version=0)
-    monitor = callbacks.LearningRateMonitor("step")
-    found = side.fit(side.trainer(monitor, logger=log, log_every_n_steps=1, **STEPS), Scheduled())
-    if xr.global_ordinal() == 0:
-        lines = csv.DictReader((side.folder / "rates/version_0/metrics.csv").open())
-        found["rates"] = [float(line["lr-Adam"]) for line in lines if line["lr-Adam"]]
-    return found
 
 
 def throughput(side):
@@ -306,18 +270,14 @@ def resuming(side):
     return found
 
 
-def finetuning(side):
-    """BaseFinetuning: a frozen backbone that joins in the second epoch."""
-    trainer = side.trainer(Finetuning(), max_epochs=3, limit_train_batches=1)
-    found = side.fit(trainer)
+def finetuning_batch_norm(side):
+    """BaseFinetuning: a frozen backbone that joins in the second epoch, and a batch norm in it that
+    is trained from the start, over all ranks."""
+    options = {"max_epochs": 3, "limit_train_batches": 1, "sync_batchnorm": side.ranks > 1}
+    trainer = side.trainer(Finetuning(), **options)
+    found = side.fit(trainer, Normed())
     groups = trainer.optimizers[0].param_groups
     return found | {"groups": [len(group["params"]) for group in groups]}
-
-
-def finetuning_batch_norm(side):
-    """The same, with a batch norm that is trained from the start, over all ranks."""
-    options = {"max_epochs": 3, "limit_train_batches": 1, "sync_batchnorm": side.ranks > 1}
-    return side.fit(side.trainer(Finetuning(), **options), Normed())
 
 
 def finetuning_resumed(side):
@@ -351,14 +311,6 @@ def rate_finder(side):
     trainer = side.trainer(finder, max_epochs=2, accumulate_grad_batches=2)
     found = side.fit(trainer, model)
     return found | {"found": finder.optimal_lr.results, "lr": model.lr}
-
-
-def batch_size(side):
-    """Tuner.scale_batch_size, on one rank; Lightning refuses it on several."""
-    trainer, model = side.trainer(max_epochs=1, limit_val_batches=0), Tagger()
-    model.val_dataloader = model.train_dataloader
-    size = Tuner(trainer).scale_batch_size(model, steps_per_trial=1, init_val=2, max_trials=3)
-    return {"size": size, "model": model.batch_size, "weights": side.weights(trainer, model)}
 
 
 def pruned_before(side):
@@ -449,14 +401,11 @@ def trimmed(side):
 
 # By the number of ranks. In this order, since two ranks resume what four have saved.
 CELLS = {
-    4: [finetuning, saving_for_resume, fabric],
+    4: [saving_for_resume],
     2: [
-        best_and_last_sharded, early_stopping_resumed, accumulation_scheduler, manual,
-        finetuning_resumed, tuner, bfloat16, fabric, stopping_early, timer, averaged, trimmed,
-        best_and_last, learning_rates, throughput, resuming, finetuning_batch_norm, rate_finder,
-        pruned_before,
+        best_and_last, early_stopping_resumed, manual, finetuning_resumed, tuner, bfloat16, fabric,
+        averaged, trimmed, throughput, resuming, finetuning_batch_norm, rate_finder, pruned_before,
     ],
-    1: [batch_size, resuming, finetuning_resumed, tuner],
 }  # fmt: skip
 
 
@@ -484,23 +433,16 @@ ROWS = {
         "resumed": {manual},
     },
     "`ModelCheckpoint`: best, last, within an epoch": {
-        "32-true": {best_and_last, best_and_last_sharded, trimmed},
+        "32-true": {best_and_last, trimmed},
         "bf16-mixed": {saving_for_resume},
         "with accumulation": {saving_for_resume},
         "resumed": {resuming},
     },
     "`EarlyStopping`": {
-        "32-true": {stopping_early, early_stopping_resumed},
+        "32-true": {early_stopping_resumed},
         "resumed": {early_stopping_resumed},
     },
-    "`GradientAccumulationScheduler`, clipping": {
-        "32-true": {accumulation_scheduler},
-        "with accumulation": {accumulation_scheduler},
-    },
-    "`LearningRateMonitor`, `CSVLogger`": {"32-true": {learning_rates}},
-    "`Timer`": {"32-true": {timer}},
     "`ThroughputMonitor`, `DeviceStatsMonitor`": {"32-true": {throughput}},
-    "`BaseFinetuning`": {"32-true": {finetuning}},
     "`BaseFinetuning`, `sync_batchnorm=True`": {"32-true": {finetuning_batch_norm}},
     "`BackboneFinetuning`": {
         "32-true": {finetuning_resumed},
@@ -511,7 +453,6 @@ ROWS = {
         "with accumulation": {rate_finder},
     },
     "`Tuner.lr_find`, then `fit`": {"32-true": {tuner}},
-    "`Tuner.scale_batch_size` (`BatchSizeFinder`)": {"32-true": {batch_size}},
     "a module that averages its weights": {"32-true": {averaged}},
     "a module that was pruned before `fit`": {"32-true": {pruned_before}},
     "`StochasticWeightAveraging`, `WeightAveraging`, `ModelPruning`": dict.fromkeys(
