@@ -81,10 +81,10 @@ class SuperAndPenalty(InOrder):
         return (loss, outputs) if return_outputs else loss
 
 
-FUNCTIONS = {f.__name__: f for f in (uses_items, ignores_items, uses_items_in_part)}
+FUNCTIONS = {f.__name__: f for f in (ignores_items, uses_items_in_part)}
 OVERRIDDEN = {cls.__name__: cls for cls in (OwnMean, OwnMeanDivided, SuperAndPenalty)}
 # Means over a rank's labels are the global mean only if ranks have equally many.
-RAGGED = ("model", "uses_items", "uses_items_in_part", "SuperAndPenalty")
+RAGGED = ("model", "uses_items_in_part", "SuperAndPenalty")
 
 ADAPTERS = {
     "lora": {},
@@ -297,7 +297,6 @@ NAMES = {
     "the model's": "model",
     "the model's, ignores `num_items_in_batch`": "model ignores items",
     "label smoothing": "smoothing",
-    "`compute_loss_func`": "uses_items",
     "`compute_loss_func`, ignores `num_items_in_batch`": "ignores_items",
     "`compute_loss_func`, in part by `num_items_in_batch`": "uses_items_in_part",
     "overridden `compute_loss`: its own mean": "OwnMean",
@@ -369,30 +368,10 @@ def check_files(cell, folder, weights):
     torch.testing.assert_close(dict(found), weights, rtol=1e-4, atol=1e-4)
 
 
-# From 2 ranks on 4 takes as long as all other launches. Of these rows, CI runs two.
-IN_CI = [
-    ("Trainer", "none", "model", 2, "save_model"),
-    ("Trainer", "lora", "smoothing", 2, "save_model"),
-]
-
-
-def launches():
-    slow, full = pytest.mark.slow, pytest.mark.full
-    for (ranks, again), cells in TABLE.items():
-        few = (ranks, again) != (2, 4)
-        first = cells if few else [cell for cell in cells if cell in IN_CI]
-        yield pytest.param(ranks, again, first, marks=slow, id=f"{ranks}-{again}")
-        if not few:
-            others = [cell for cell in cells if cell not in IN_CI]
-            yield pytest.param(ranks, again, others, marks=full, id=f"{ranks}-{again}-others")
-
-
-def test_the_rows_that_ci_runs_are_in_the_table():
-    assert set(IN_CI) <= set(TABLE[2, 4])
-
-
-@pytest.mark.parametrize("ranks, again, cells", list(launches()))
-def test_a_cell_is_plain_training(run_ranks, tmp_path, ranks, again, cells):
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, again", TABLE)
+def test_a_cell_is_plain_training(run_ranks, tmp_path, ranks, again):
+    cells = TABLE[ranks, again]
     found = run_ranks(several, ranks, str(tmp_path / "first"), cells, timeout=TIMEOUT)
     compare(cells, found, tmp_path / "first")
     if again:
@@ -404,37 +383,15 @@ def test_a_cell_is_plain_training(run_ranks, tmp_path, ranks, again, cells):
 LORA = ("Trainer", "lora", "model", 1, "save_model")
 
 
-def in_one_process(folder, cell=LORA):
-    _, adapter, loss, micro, _ = cell
+def in_one_process(folder):
     arguments = TrainingArguments(
-        folder,
-        per_device_train_batch_size=BATCH // micro,
-        gradient_accumulation_steps=micro,
-        adam_epsilon=1e-3,
-        **arguments_for(cell),
+        folder, per_device_train_batch_size=BATCH, adam_epsilon=1e-3, **arguments_for(LORA)
     )
-    trainer = OVERRIDDEN.get(loss, InOrder)(
-        model_for(adapter, loss),
-        arguments,
-        train_dataset=data_for(loss),
-        data_collator=batch_of,
-    )
+    model = model_for("lora", "model")
+    data = {"train_dataset": data_for("model"), "data_collator": batch_of}
+    trainer = InOrder(model, arguments, **data)
     trainer.train()
     trainer.save_model(os.path.join(folder, "model"))
-    return trainer
-
-
-def compare_in_one_process(folder):
-    """What the Trainer does by itself with an overridden ``compute_loss``."""
-    for loss in OVERRIDDEN:
-        for micro in (1, 2):
-            cell = ("Trainer", "none", loss, micro, "save_only_model")
-            trainer = in_one_process(folder, cell)
-            logs, right = trainer.state.log_history, expected(cell)
-            found = {key: [log[key] for log in logs if key in log] for key in ("loss", "grad_norm")}
-            assert found["loss"] == pytest.approx(right.losses, abs=1e-4)  # four digits
-            weights = trainer.model.state_dict()
-            assert_alike(Trained(right.losses, found["grad_norm"], weights), right)
 
 
 def from_one_process(rank, folder, checkpoint):
@@ -447,25 +404,16 @@ def from_one_process(rank, folder, checkpoint):
     return [found]
 
 
-def without_torch_xla(run_script, call):
+@pytest.mark.slow
+def test_a_checkpoint_of_a_machine_without_torch_xla(run_script, run_ranks, tmp_path):
     done = run_script(
         "import sys\n"
         "sys.modules['torch_xla'] = None\n"
         f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
-        "import test_hf_combinations\n"
-        f"test_hf_combinations.{call}\n"
+        f"import test_hf_combinations as tests\n"
+        f"tests.in_one_process({str(tmp_path)!r})\n"
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_an_overridden_compute_loss_in_one_process(run_script, tmp_path):
-    without_torch_xla(run_script, f"compare_in_one_process({str(tmp_path)!r})")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_a_machine_without_torch_xla(run_script, run_ranks, tmp_path):
-    without_torch_xla(run_script, f"in_one_process({str(tmp_path)!r})")
     check_files(LORA, tmp_path / "model", expected(LORA).weights)
     checkpoint = tmp_path / f"checkpoint-{SAVED}"
     assert "xla" not in torch.load(checkpoint / "rng_state.pth", weights_only=False)
