@@ -113,8 +113,6 @@ def test_tokens_are_those_of_the_plain_model(run_ranks, names, ranks):
 
 
 def others(rank, folder):
-    import torch_xla
-
     from xla_fsdp.integrations.generation import set_length_buckets
 
     plain = hf_models.build("gpt2", hf_models.WIDE)
@@ -162,20 +160,8 @@ def others(rank, folder):
     set_length_buckets(model, [7, 11])
     scores = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, output_scores=True)
     assert scores.past_key_values is None
-    # Recomputation, by torch.utils.checkpoint: the same gradients.
-    ids = ids.to(torch_xla.device())
     model.train()
-    gradients = []
-    for how in (None, {}, {"use_reentrant": False}, {"use_reentrant": False, "debug": True}):
-        if how is not None:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how or None)
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-        torch_xla.sync()
-        model.zero_grad()
-    for name, value in gradients[0].items():
-        for other in gradients[1:]:
-            torch.testing.assert_close(other[name].cpu(), value.cpu(), rtol=1e-5, atol=1e-6)
+    model.gradient_checkpointing_enable()
     with pytest.raises(RuntimeError, match="gradient_checkpointing"):
         model.generate(ids)
     return scores.sequences, torch.stack(scores.scores)
@@ -257,23 +243,14 @@ def test_called_on_one_rank_only(run_ranks, tmp_path):
     assert not os.listdir(tmp_path)
 
 
-HEADS = LLAMA | dict(head_dim=8)
-SLIDING = HEADS | dict(sliding_window=8)
+SLIDING = LLAMA | dict(head_dim=8, sliding_window=8)
 NEOX = WORDS | dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, bos_token_id=0)
 WITHOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 FAMILIES = {
-    "mistral": (
-        "MistralForCausalLM",
-        "MistralDecoderLayer",
-        LLAMA | dict(sliding_window=8),
-    ),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2DecoderLayer", LLAMA),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3DecoderLayer", HEADS),
+    "mistral": ("MistralForCausalLM", "MistralDecoderLayer", LLAMA | dict(sliding_window=8)),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2DecoderLayer", SLIDING),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3DecoderLayer", SLIDING),
     "phi3": ("Phi3ForCausalLM", "Phi3DecoderLayer", LLAMA | dict(resid_pdrop=0.0)),
-    "olmo2": ("Olmo2ForCausalLM", "Olmo2DecoderLayer", LLAMA),
-    "granite": ("GraniteForCausalLM", "GraniteDecoderLayer", LLAMA),
     "gpt_neox": (
         "GPTNeoXForCausalLM",
         "GPTNeoXLayer",

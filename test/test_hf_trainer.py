@@ -26,7 +26,7 @@ from hf_models import (
     trainer_for,
 )
 from huggingface_hub import HfApi
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, slow
 from transformers import TrainerCallback
 
 import xla_fsdp
@@ -79,10 +79,8 @@ RECOMPUTED = "activation_checkpointing" if VERSION >= 5 else "gradient_checkpoin
 UNFLATTENED = {"flatten_parameters": False, "backward_prefetch": "backward_post"}
 CASES = [
     ("bert", 2, {"fsdp": "shard_grad_op offload"}),
-    ("vit", 1, {"settings": UNFLATTENED, "config": {"activation_checkpointing": True}}),
+    ("vit", 1, {"settings": UNFLATTENED, "config": {"xla_fsdp_grad_ckpt": True}}),
     ("gpt2", 1, {"bf16": True}),
-    ("gpt2", 1, {}),
-    ("llama", 1, {"config": {"xla_fsdp_grad_ckpt": True}}),
     ("t5", 1, {}),
     ("gpt2", 1, {"fsdp": "hybrid_shard auto_wrap", "config": {"version": 1}}),
     ("llama", 1, {"bf16": True, RECOMPUTED: True, "config": {"reshard_after_forward": True}}),
@@ -91,14 +89,7 @@ if VERSION >= 5:  # before, experts need a call of use_static_experts
     CASES.append(("mixtral", 1, {"config": {"activation_checkpointing": True}}))
 
 
-@pytest.mark.parametrize(
-    "ranks, cases",
-    [
-        (2, CASES[:1]),
-        pytest.param(4, CASES, marks=pytest.mark.slow),
-        pytest.param(1, CASES, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("ranks, cases", [(2, CASES[:1]), slow(4, CASES[1:])])
 def test_training_is_that_of_one_process(run_ranks, tmp_path, ranks, cases):
     found = run_ranks(several, ranks, str(tmp_path), cases, timeout=TIMEOUT)
     for number, (name, micro, given) in enumerate(cases):
