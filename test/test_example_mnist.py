@@ -83,17 +83,6 @@ def test_resumes_on_another_number_of_ranks(train, example, tmp_path):
     prepare(SimpleNamespace(plan=None, ckpt_dir=str(folder), resume=False, resume_epoch=1))
 
 
-@pytest.mark.full
-def test_flat_narrow_auto_wrapped_and_with_a_smaller_last_batch(train):
-    # 750 images a rank: 7 batches and a half one.
-    done = train(
-        "--num_devices=2", "--num_epochs=1", "--batch_size=100", "--nodrop_last", "--fake_data",
-        "--flatten_parameters", "--compute_dtype=bfloat16", "--fp32_reduce_scatter",
-        "--auto_wrap_policy=size_based", "--nouse_gradient_checkpointing",
-    )  # fmt: skip
-    assert table(done)["agree"] == "yes"
-
-
 def write_idx(path, array):
     """MNIST's format: two zero bytes, the type (8: unsigned byte), dimensions, sizes, data."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +97,12 @@ def test_trains_on_files_in_the_format_of_mnist(train, tmp_path, example):
         digits = example.digits.load(is_train)
         write_idx(raw / f"{name}-images-idx3-ubyte", digits.images[:count])
         write_idx(raw / f"{name}-labels-idx1-ubyte", digits.labels[:count])
-    how = ("--ckpt_prefix=here", "--shard_param_on_dim_0", "--auto_wrap_policy=type_based")
+    how = (
+        "--ckpt_prefix=here", "--auto_wrap_policy=size_based", "--flatten_parameters",
+        "--compute_dtype=bfloat16", "--fp32_reduce_scatter", "--nouse_gradient_checkpointing",
+        # Batches of a rank: two, and a smaller one.
+        "--batch_size=30", "--nodrop_last",
+    )  # fmt: skip
     rows = table(train("--datadir=data", "--num_devices=2", *how))
     assert rows["epochs"] == "2"  # the default for MNIST
     assert rows["accuracy, plain torch"].endswith("of 101)")
@@ -136,7 +130,6 @@ def test_wrong_inputs_end_in_one_line(refused):
     "device, count, words",
     [
         ("GPU", "1", "PJRT_DEVICE=GPU is not supported; set it to TPU or CPU"),
-        ("", "1", "PJRT_DEVICE= is not supported; set it to TPU or CPU"),
         ("CPU", "abc", "CPU_NUM_DEVICES.*abc"),
     ],
 )
@@ -155,24 +148,22 @@ def test_ranks_that_can_not_be_had_are_refused(example, monkeypatch, device, cou
     "spoil, words",
     [
         (lambda raw, name: damage(raw / name[0], 2, 99), "a file is damaged"),
-        (lambda raw, name: damage(raw / name[0], 2, 10), "a file is damaged"),
         (lambda raw, name: damage(raw / name[0], 2, 9), "int8"),
         (lambda raw, name: write_idx(raw / name[0], torch.zeros(5, 14, 14)), "each 28 x 28 image"),
         (lambda raw, name: write_idx(raw / name[1], torch.zeros(4)), "each 28 x 28 image"),
         (lambda raw, name: write_idx(raw / name[1], torch.full((5,), 10)), "from 0 to 9"),
     ],
-    ids=["no type", "unused type", "other type", "size", "count", "label"],
+    ids=["no type", "other type", "size", "count", "label"],
 )
-@pytest.mark.parametrize("first", [0, 2], ids=["train", "t10k"])
-def test_damaged_files_of_mnist_are_refused(example, tmp_path, spoil, words, first):
+def test_damaged_files_of_mnist_are_refused(example, tmp_path, spoil, words):
     raw, names = tmp_path / "MNIST/raw", example.digits.MNIST_FILES
     for images, labels in (names[:2], names[2:]):
         write_idx(raw / images, torch.zeros(5, 28, 28))
         write_idx(raw / labels, torch.zeros(5))
-    assert len(example.digits.load(not first, str(tmp_path))) == 5
-    spoil(raw, names[first:])
+    assert len(example.digits.load(False, str(tmp_path))) == 5
+    spoil(raw, names[2:])
     with pytest.raises(example.script.Stop, match=words) as stop:
-        example.digits.load(not first, str(tmp_path))
+        example.digits.load(False, str(tmp_path))
     assert stop.value.code == 2 and "\n" not in stop.value.message
 
 
