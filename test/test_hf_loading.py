@@ -13,7 +13,7 @@ def loaded(rank, folder):
     from xla_fsdp.integrations.pretrained import load_pretrained
 
     found = {}
-    for name, kind in (("gpt2", "gpt2"), ("llama", "llama"), ("t5", "t5"), ("gpt2", "base")):
+    for name, kind in (("llama", "llama"), ("t5", "t5"), ("gpt2", "base")):
         wrap = partial(hf_models.wrap, name=name, param_init_fn=defer_init)
         cls = type(hf_models.build(name, hf_models.WIDE))
         model = load_pretrained(cls, f"{folder}/{kind}", wrap)
@@ -28,7 +28,7 @@ def loaded(rank, folder):
 
 
 def test_folder_into_a_model_without_values(run_ranks, tmp_path):
-    for name in ("gpt2", "llama", "t5"):
+    for name in ("llama", "t5"):
         hf_models.build(name, hf_models.WIDE).save_pretrained(tmp_path / name)
     gpt2 = hf_models.build("gpt2", hf_models.WIDE)
     gpt2.transformer.save_pretrained(tmp_path / "base")
@@ -96,11 +96,9 @@ SIZES |= dict(shared_expert_intermediate_size=10, d_model=8, d_ff=12, expert_cap
 @pytest.mark.parametrize(
     "kind",
     [
-        ("olmoe", "OlmoeSparseMoeBlock", "OlmoeConfig", {}),
+        ("olmoe", "OlmoeSparseMoeBlock", "OlmoeConfig", {"norm_topk_prob": True}),
         ("qwen2_moe", "Qwen2MoeSparseMoeBlock", "Qwen2MoeConfig", {}),
-        ("qwen3_moe", "Qwen3MoeSparseMoeBlock", "Qwen3MoeConfig", {"norm_topk_prob": True}),
         ("deepseek_v3", "DeepseekV3MoE", "DeepseekV3Config", {}),
-        ("glm4_moe", "Glm4MoeMoE", "Glm4MoeConfig", {}),
         ("switch_transformers", "SwitchTransformersSparseMLP", "SwitchTransformersConfig", {}),
     ],
     ids=lambda kind: kind[0],
