@@ -133,13 +133,6 @@ class TestImageNet:
             "    options = SimpleNamespace(**flags.FLAGS.flag_values_dict())\n"
             "    options.model = model\n"
             "    script.set_defaults(options, script.Source(None, None, 1000, digits=False))\n"
-            "    parameter = script.torch.nn.Parameter(script.torch.zeros(1))\n"
-            "    net = SimpleNamespace(parameters=lambda: [parameter])\n"
-            "    optimizer, scheduler = script.optimize(net, options, steps_of_epoch=10)\n"
-            "    for _ in range(options.num_epochs * 10):\n"
-            "        assert 0 < optimizer.param_groups[0]['lr'] <= options.lr\n"
-            "        optimizer.step()\n"
-            "        scheduler.step()\n"
             "    print(model, options.optimizer, options.lr)\n",
             EXAMPLES,
         )
