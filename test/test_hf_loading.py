@@ -141,27 +141,3 @@ def test_experts_that_are_not_known_are_refused():
     block.experts = torch.nn.ModuleList()
     with pytest.raises(ValueError, match="0 is a OwnMoe, whose experts are not supported"):
         use_static_experts(torch.nn.ModuleList([block]))
-
-
-@pytest.mark.slow
-def test_experts_are_planned(elsewhere):
-    assert elsewhere(planned) == []
-
-
-def planned():
-    import xla_fsdp
-    from xla_fsdp.integrations.experts import use_static_experts
-
-    missing = []
-
-    def step():
-        import torch_xla
-
-        model = hf_models.wrap(hf_models.build("mixtral", hf_models.WIDE).train(), "mixtral")
-        use_static_experts(model)
-        ids = torch.zeros(2, 8, dtype=torch.long, device=torch_xla.device())
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        missing.extend(n for n, p in model.named_parameters() if p.grad is None)
-
-    xla_fsdp.plan(step, "v5e:2x2", progress=False)
-    return missing
