@@ -5,7 +5,6 @@ import re
 import shutil
 import struct
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -176,26 +175,19 @@ def damage(path, place, byte):
 def test_disagreement_is_an_error(example, monkeypatch, capsys, tmp_path):
     from common import closing, script
 
-    saved = tmp_path / "ckpt/step-00000001"
-    saved.mkdir(parents=True)
-    (saved / "rank-00000-of-00001.safetensors").write_bytes(b"shard")
-    ran = []
-    monkeypatch.setattr(closing, "_run", lambda command, what: ran.append(what))
     again = {"correct": 88, "images": 100, "accuracy": 0.88}
     monkeypatch.setattr(closing, "evaluate_in_plain_torch", lambda folder: again)
     monkeypatch.setattr(closing, "count_parameters", lambda saved: 10)
-    options = SimpleNamespace(no_ckpt_consolidation=False, compilation_cache="none")
+    options = SimpleNamespace(compilation_cache="none")
     meters = example.Meters.__new__(example.Meters)  # without ranks
     how = {"world_size": 1, "length": 1, "loss": 0.1, "seconds": 1.0, "speed": 100.0}
     vars(meters).update(how, correct=90, images=100, samples=100)
-    folder = closing.consolidate(options, str(saved), {"kind": "mnist"}, {"kind": "mnist"})
-    assert folder == str(tmp_path / "ckpt_consolidated") and ran == ["consolidation"]
-    Path(folder, "weights").mkdir()
+    (tmp_path / "weights").mkdir()
+    closing.describe(str(tmp_path), {"kind": "mnist"}, {"kind": "mnist"})
     with pytest.raises(script.Stop, match="got 90 of 100 right") as stop:
-        closing.summarize("MNIST", options, meters, str(saved), folder)
+        closing.summarize("MNIST", options, meters, "saved", str(tmp_path))
     assert stop.value.code == 1
     assert re.search(r"│ agree +│ no", capsys.readouterr().out)
-    assert (tmp_path / "ckpt_consolidated/network.json").exists()
 
 
 def test_resuming_asks_for_the_same_network(example, monkeypatch):

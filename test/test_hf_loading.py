@@ -13,7 +13,8 @@ def loaded(rank, folder):
     from xla_fsdp.integrations.pretrained import load_pretrained
 
     found = {}
-    for name, kind in (("llama", "llama"), ("t5", "t5"), ("gpt2", "base")):
+    for kind in ("llama", "t5", "base"):
+        name = "gpt2" if kind == "base" else kind
         wrap = partial(hf_models.wrap, name=name, param_init_fn=defer_init)
         cls = type(hf_models.build(name, hf_models.WIDE))
         model = load_pretrained(cls, f"{folder}/{kind}", wrap)

@@ -137,7 +137,6 @@ def resuming(rank, folder, from_plain):
     tested = trainer.test(model, loader(1), ckpt_path=str(last), weights_only=False, verbose=False)
     predicted = torch.cat(trainer.predict(model, loader(1)))
     return {
-        "norm": ours(folder / "a", ckpt_path=folder / "full/epoch=0.ckpt", told=CLIPPED),
         "value": ours(folder / "b", ckpt_path=folder / "sharded/epoch=0.ckpt", told=BY_VALUE),
         "plain": ours(folder / "c", ckpt_path=from_plain, told=CLIPPED),
         "bf16": in_bfloat16(folder / "bf16"),
@@ -164,7 +163,6 @@ def test_another_number_of_ranks_and_plain_lightning_go_on(run_ranks, reference,
     saved = folder / "2"
     from_plain = folder / "norm" / "epoch=0.ckpt"
     (found,) = run_ranks(resuming, 1, saved, from_plain, timeout=TIMEOUT)
-    assert_alike(found["norm"], reference["norm"])
     assert_alike(found["plain"], reference["norm"])
     assert_alike(found["value"], reference["value"])
     # Logged in float32 though computed in bfloat16: near, and not of eight bits.
