@@ -12,6 +12,8 @@ import torch
 from conftest import EXAMPLES
 from safetensors.torch import load_file
 
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+
 SMALL = {"pairs": 45, "batch_size": 8, "epochs": 2, "max_length": 32, "dropout": 0.0, "seed": 3}
 STEPS = SMALL["pairs"] // SMALL["batch_size"]  # an epoch
 SAVED = 4  # between checkpoints: the latest is within the second epoch
@@ -114,6 +116,7 @@ def test_the_documented_command_is_plain_training(scripts, run_ranks, tmp_path):
 
     compare(0)
     latest = 2 * STEPS // SAVED * SAVED
+    assert ShardedCheckpoint(tmp_path / f"step_{latest}/xla_fsdp").manifest.world_size == 4
     # A save that was cut off is passed over, though it is the newest.
     cut = shutil.copytree(tmp_path / f"step_{latest}", tmp_path / f"step_{latest + SAVED}")
     for manifest in (cut / "xla_fsdp").rglob("manifest.json"):
