@@ -102,7 +102,6 @@ class TestImageNet:
             (["--datadir=nothing"], "no folder nothing/train"),
             (["--model=resnet51"], "resnet50"),
             (["--lr=nan"], "--lr=nan: must be finite"),
-            (["--use_nested_fsdp", "--auto_wrap_policy=size_based"], "--use_nested_fsdp excludes"),
             (["--ckpt_dir=/proc/nothing"], "--ckpt_dir=/proc/nothing"),
             (["--ckpt_dir=ftpx://x/y"], "--ckpt_dir=ftpx://x/y"),
             (["--model=a detector"], "such as resnet50, vit_b_16; torchvision.models.list_models"),

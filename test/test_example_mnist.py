@@ -117,7 +117,6 @@ def test_wrong_inputs_end_in_one_line(refused):
         (["--num_devices=9"], "--num_devices=9"),
         (["--compute_dtype=int8"], "<float32|float16|bfloat16>"),
         (["--lr=0"], "greater than 0"),
-        (["--momentum=1"], "less than 1"),
         (["--use_nested_fsdp", "--auto_wrap_policy=type_based"], "--use_nested_fsdp excludes"),
         (["--datadir=nothing"], "expected train-images-idx3-ubyte, "),
         (["--compilation_cache=/dev/null"], "/dev/null: compiled programs cannot be kept in"),
