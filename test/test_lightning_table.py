@@ -1,8 +1,8 @@
 """What people combine in Lightning, against plain Lightning in one process.
 
-The docstrings of the cells are in docs/reference/tested-combinations.md. A cell trains two or three
-steps and returns what it saw. It is called once with a :class:`Side` of plain Lightning, and once
-on each rank.
+The docstrings of the cells are in docs/reference/tested-combinations.md. A cell trains a few steps
+and returns what it saw. It is called once with a :class:`Side` of plain Lightning, and once on each
+rank.
 """
 
 import copy
