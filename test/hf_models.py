@@ -265,7 +265,7 @@ class InOrder(hf.Trainer):
 
 class Noted(hf.TrainerCallback):
     def __init__(self):
-        self.norms, self.evaluated, self.drawn = [], [], []
+        self.norms, self.drawn = [], []
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.drawn.append(torch.rand(()).item())
@@ -273,8 +273,6 @@ class Noted(hf.TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "grad_norm" in logs:
             self.norms.append(logs["grad_norm"])
-        if "eval_loss" in logs:
-            self.evaluated.append(logs["eval_loss"])
 
 
 def trainer_for(

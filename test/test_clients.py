@@ -51,15 +51,6 @@ def test_torchtitan(install):
     run(install(*TORCHTITAN), "torchtitan_llama.py")
 
 
-def test_open_clip(install):
-    run(install("open_clip_torch==3.3.0", "timm==1.0.31", "ftfy"), "open_clip_loss.py")
-
-
-def test_timm(install):
-    # The newest whose ModelEmaV3 needs no random generator of the device, which XLA does not have.
-    run(install("timm==1.0.26"), "timm_training.py")
-
-
 def test_optimizers(install):
     run(install("timm==1.0.31", "torchao==0.14.1"), "optimizers.py")
 

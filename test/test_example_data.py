@@ -13,50 +13,29 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchvision import transforms
 
 
-@pytest.fixture
-def loader(common, tmp_path):
-    """``loader(rank, world_size, workers, seed)``: batches of twelve images in two classes."""
-    generator = torch.Generator().manual_seed(0)
-    for index in range(12):
-        place = tmp_path / "train" / str(index % 2) / f"{index}.png"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        pixels = torch.randint(0, 256, (24, 20, 3), dtype=torch.uint8, generator=generator)
-        Image.fromarray(pixels.numpy()).save(place)
-    data = common.images.training_images(str(tmp_path))
-    vary = common.images.RandomCrop(16)
+def test_images_depend_on_seed_and_epoch_only(common):
+    """test_example_images.py reads them in processes, too."""
+    data = [(float(place), 0) for place in range(12)]
 
-    def make(rank=0, world_size=1, workers=0, seed=1):
-        how = {"num_workers": workers, "persistent_workers": True}
-        how["multiprocessing_context"] = "forkserver"
-        return common.sampling.training_batches(
-            data, rank, world_size, 6 // world_size, seed=seed, transform=vary,
-            **(how if workers else {}),
+    def epoch(number, rank=0, ranks=1, seed=1):
+        """The images, and a random number for each."""
+        loader = common.sampling.training_batches(
+            data, rank, ranks, 6 // ranks, seed=seed,
+            transform=lambda image, draw: torch.tensor([image, draw.random()]),
         )  # fmt: skip
+        loader.sampler.set_epoch(number)
+        return torch.cat([images for images, _ in loader])
 
-    return make
-
-
-def epoch(loader, number):
-    loader.sampler.set_epoch(number)
-    return torch.cat([images for images, _ in loader])
-
-
-@pytest.mark.full
-def test_images_depend_on_seed_and_epoch_only(loader):
-    states = torch.get_rng_state(), random.getstate()
-    plain = loader()
-    first, second = epoch(plain, 0), epoch(plain, 1)
-    assert len(first) == 12 and not torch.equal(first.sort(0).values, second.sort(0).values)
-    assert not torch.equal(epoch(loader(seed=2), 0), first)
-    # Resumed after the first epoch, in this process or by others, which live on.
-    assert torch.equal(epoch(loader(), 1), second)
-    several = loader(workers=2)
-    assert torch.equal(epoch(several, 0), first) and torch.equal(epoch(several, 1), second)
-    assert torch.equal(epoch(loader(workers=1), 1), second)
-    halves = [epoch(loader(rank, 2), 1) for rank in range(2)]
+    state = torch.get_rng_state()
+    first, second = epoch(0), epoch(1)
+    assert sorted(first[:, 0].tolist()) == list(range(12))
+    for other in (second, epoch(0, seed=2)):
+        assert not torch.equal(first.sort(0).values, other.sort(0).values)
+    assert torch.equal(epoch(1), second)
+    halves = [epoch(1, rank, 2) for rank in range(2)]
     assert torch.equal(torch.stack(halves, dim=1).flatten(0, 1), second)
     # What a rank saves as its random state is not drawn from.
-    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_parts_are_chosen_as_torchvision_does(common):
@@ -180,14 +159,10 @@ def test_the_decay_is_that_of_fairseq(common):
     assert factor(15, power=2.0) == pytest.approx(0.1 + 0.9 / 4)
 
 
-@pytest.mark.parametrize("kind", ["step", "cosine"])
-def test_goes_on_by_epochs_and_as_the_flags_say_now(common, kind):
+def test_goes_on_by_epochs_and_as_the_flags_say_now(common):
     """Epochs of 20 steps, and after the second, on half the ranks, of 40; another rate."""
 
     def factor(steps):
-        if kind == "step":
-            down = common.schedules.steps_down
-            return partial(down, warmup=steps, every=2 * steps, divisor=10)
         return partial(common.schedules.half_cosine, warmup=steps, total=5 * steps)
 
     def optimizer(lr, momentum):

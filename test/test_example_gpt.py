@@ -212,12 +212,9 @@ def test_float16_with_the_optimizer_on_the_host(text, run_example, how):
 @pytest.mark.slow
 def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "blank").mkdir()
-    (tmp_path / "blank/a.txt").write_text("  \n")
+    (tmp_path / "a.txt").write_text("  \n")
     tokens = common.tokens
     tokens.write(str(tmp_path / "data"), ["some text " * 500], tokens.byte_level(), tokens.END)
-    shutil.copytree(tmp_path / "data", tmp_path / "cut")
-    (tmp_path / "cut/valid.bin").write_bytes(b"12")
     shutil.copytree(tmp_path / "data", tmp_path / "odd")
     other = tokens.byte_level()
     other.add_tokens(["some"])
@@ -227,19 +224,14 @@ def test_wrong_inputs_end_in_one_line(refused, tmp_path, common):
         "train_gpt",
         (["--tokens_per_sample=131"], "--tokens_per_sample=131 is longer than the model's"),
         ([here, "--vocab_size=100"], "has a vocabulary of 257, more than --vocab_size=100"),
-        ([here, "--tokens_per_sample=600", "--positions=700"], "valid.bin has 500 tokens, too few"),
         ([here, "--text=empty"], "data has tokens already; leave out --text"),
-        (["--data=cut"], "cut/valid.bin has 2 bytes, not"),
         (["--data=odd"], "odd/tokenizer.json has 258 tokens, but tokens.json has 257"),
         (["--data=new", "--text=empty"], "--text=empty has no .txt files"),
-        (["--data=new", "--text=blank"], "all texts for new are empty"),
-        (["--data=new", "--tokenizer=blank/a.txt"], "blank/a.txt is not a tokenizer"),
+        (["--data=new", "--tokenizer=a.txt"], "a.txt is not a tokenizer"),
         ([here, "--tokens_per_sample=16", f"--prompt={'a' * 16}"], "--prompt has 16 tokens"),
         (["--adam_betas=(0.9, 1)"], "must be two numbers from 0 to below 1"),
         (["--fp16", "--compute_dtype=float32"], "--fp16 excludes --compute_dtype"),
-        (["--scan_blocks", "--no_reshard_after_forward"], "excludes --no_reshard_after_forward"),
         (["--offload_activations", "--nocheckpoint_activations"], "excludes --nocheckpoint"),
-        (["--scan_blocks", "--stream"], "--scan_blocks excludes --stream"),
         (["--offload_activations", "--stream"], "--offload_activations excludes --stream"),
         (["--no_reshard_after_forward", "--stream"], "--stream excludes --no_reshard_after"),
         (["--tune=v3-8", "--stream"], "--tune excludes --stream"),

@@ -81,26 +81,37 @@ class SuperAndPenalty(InOrder):
         return (loss, outputs) if return_outputs else loss
 
 
-FUNCTIONS = {f.__name__: f for f in (uses_items, ignores_items, uses_items_in_part)}
-OVERRIDDEN = {cls.__name__: cls for cls in (OwnMean, OwnMeanDivided, SuperAndPenalty)}
+# Losses, adapters and ways to save the model have the names of the page.
+IN_PART = "compute_loss_func, in part by num_items_in_batch"
+FUNCTIONS = {
+    "compute_loss_func, ignores num_items_in_batch": ignores_items,
+    IN_PART: uses_items_in_part,
+}
+OWN_MEAN = "overridden compute_loss: its own mean"
+PENALTY = "overridden compute_loss: super() and a penalty"
+OVERRIDDEN = {
+    OWN_MEAN: OwnMean,
+    f"{OWN_MEAN}, model_accepts_loss_kwargs=False": OwnMeanDivided,
+    PENALTY: SuperAndPenalty,
+}
 # Means over a rank's labels are the global mean only if ranks have equally many.
-RAGGED = ("model", "uses_items", "uses_items_in_part", "SuperAndPenalty")
+RAGGED = ("the model's", IN_PART, PENALTY)
 
 ADAPTERS = {
-    "lora": {},
-    "modules_to_save": {"modules_to_save": ["lm_head", "input_layernorm"]},
-    "token_indices": {"trainable_token_indices": [3, 5, 7]},
+    "LoRA": {},
+    "LoRA, modules_to_save": {"modules_to_save": ["lm_head", "input_layernorm"]},
+    "LoRA, trainable_token_indices": {"trainable_token_indices": [3, 5, 7]},
 }
 
 
 def model_for(adapter, loss):
     model = build("llama")
-    if loss == "model ignores items":
+    if loss == "the model's, ignores num_items_in_batch":
         model.__class__ = IgnoresItems
-    if adapter == "none":
+    if adapter == "no adapter":
         return model
     torch.manual_seed(1)
-    if adapter == "prompt":
+    if adapter == "prompt tuning":
         prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
         return get_peft_model(model, prompt)
     config = LoraConfig(
@@ -127,20 +138,20 @@ def loss_of(model, loss, batch, micro=1, items=None):
     """In plain torch, on the global batch. ``micro``: of as many micro-batches the Trainer adds
     what an overridden ``compute_loss`` returns."""
     items = items_in(batch["labels"]) if items is None else items
-    if loss == "SuperAndPenalty":
+    if loss == PENALTY:
         outputs = model(**batch, num_items_in_batch=items)
         return outputs.loss + micro * 0.1 * outputs.logits.square().mean()
     if loss in OVERRIDDEN:
-        times = micro if loss == "OwnMean" else 1
+        times = micro if loss == OWN_MEAN else 1
         logits = model(input_ids=batch["input_ids"]).logits
         return times * cross_entropy(logits, batch["labels"], "mean")
-    if loss == "model":
+    if loss == "the model's":
         return model(**batch, num_items_in_batch=items).loss
-    if loss == "model ignores items":
+    if loss == "the model's, ignores num_items_in_batch":
         return model(**batch)["loss"]
     labels = batch["labels"]
     outputs = model(input_ids=batch["input_ids"])
-    if loss == "smoothing":
+    if loss == "label smoothing":
         return LabelSmoother(0.1)(outputs, labels, shift_labels=True)
     return FUNCTIONS[loss](outputs, labels, items)
 
@@ -172,7 +183,7 @@ def expected(cell, first=0, last=STEPS):
     fresh_at = first if save == "save_only_model" and first else None
     trained, weights = reference(adapter, loss, fresh_at, micro if loss in OVERRIDDEN else 1)
     losses, norms = trained.losses[first:last], trained.norms[first:last]
-    if save == "best":
+    if save == "best model at the end":
         model, last = model_for(adapter, loss), 1
         model.load_state_dict(weights[0])
         with torch.no_grad():
@@ -191,10 +202,10 @@ def arguments_for(cell):
         "logging_steps": 1,
         "save_strategy": "steps",
         "save_steps": SAVED,
-        "label_smoothing_factor": 0.1 if loss == "smoothing" else 0.0,
+        "label_smoothing_factor": 0.1 if loss == "label smoothing" else 0.0,
         "save_only_model": save == "save_only_model",
     }
-    if save == "best":  # the first step's, whose loss is the highest
+    if save == "best model at the end":  # the first step's, whose loss is the highest
         given |= {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
         given |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
         given |= {"greater_is_better": True}
@@ -219,7 +230,7 @@ def with_trainer(cell, folder, checkpoint=None):
     assert trainer.state.global_step == STEPS
     kept = [value.item() for value in trainer.kept]
     losses = [sum(kept[at : at + micro]) for at in range(0, len(kept), micro)]
-    if save == "best":
+    if save == "best model at the end":
         losses.append(trainer.evaluate()["eval_loss"])
     return Trained(losses, noted.norms, xla_fsdp.full_state_dict(trainer.model))
 
@@ -246,7 +257,7 @@ def with_accelerate(cell, folder, checkpoint=None):
         for batch in together:
             with accelerator.accumulate(model):
                 value = loss_of(model, loss, batch, items=items)
-                if loss == "model":  # divided by items: multiplied as Accelerate's guide says
+                if loss == "the model's":  # divided by items: multiplied as Accelerate's guide says
                     value = value * micro * accelerator.num_processes
                 accelerator.backward(value)
                 losses.append(accelerator.reduce(value.detach(), "mean") / micro)
@@ -262,10 +273,10 @@ def with_accelerate(cell, folder, checkpoint=None):
     trained.weights = state = accelerator.get_state_dict(model)
     inner = accelerator.unwrap_model(model)
     path = os.path.join(folder, "model")
-    if save == "get_state_dict":
+    if "state_dict=" in save:
         main = accelerator.is_main_process
         inner.save_pretrained(path, state_dict=state, is_main_process=main)
-    elif save == "save_model":
+    elif save == "save_state, save_model":
         accelerator.save_model(model, path)
     else:
         inner.save_pretrained(path)
@@ -287,41 +298,16 @@ def several(rank, folder, cells, checkpoints=None):
     return found
 
 
-# What docs/reference/tested-combinations.md calls adapters, losses, and ways to save the model.
-NAMES = {
-    "no adapter": "none",
-    "LoRA": "lora",
-    "LoRA, `modules_to_save`": "modules_to_save",
-    "LoRA, `trainable_token_indices`": "token_indices",
-    "prompt tuning": "prompt",
-    "the model's": "model",
-    "the model's, ignores `num_items_in_batch`": "model ignores items",
-    "label smoothing": "smoothing",
-    "`compute_loss_func`": "uses_items",
-    "`compute_loss_func`, ignores `num_items_in_batch`": "ignores_items",
-    "`compute_loss_func`, in part by `num_items_in_batch`": "uses_items_in_part",
-    "overridden `compute_loss`: its own mean": "OwnMean",
-    "overridden `compute_loss`: its own mean, `model_accepts_loss_kwargs=False`": "OwnMeanDivided",
-    "overridden `compute_loss`: `super()` and a penalty": "SuperAndPenalty",
-    "`save_model`, checkpoint": "save_model",
-    "`save_only_model`": "save_only_model",
-    "best model at the end": "best",
-    "`save_state`, `save_model`": "save_model",
-    "`save_state`, `save_pretrained`": "save_pretrained",
-    "`save_state`, `save_pretrained(state_dict=get_state_dict(...))`": "get_state_dict",
-}
-
-
 def table():
     """The rows of the documentation: cells by the number of ranks, and of ranks that resume (0:
     none). A cell: integration, adapter, loss, micro-batches, and how the model is saved."""
     found = {}
     page = ROOT / "docs" / "reference" / "tested-combinations.md"
-    for line in page.read_text().splitlines():
+    for line in page.read_text().replace("`", "").splitlines():
         integration, *row = (part.strip() for part in line.strip("|").split("|"))
         if integration in WITH and "without torch_xla" not in line:
             adapter, loss, micro, saved, ranks = row
-            cell = integration, NAMES[adapter], NAMES[loss], int(micro), NAMES[saved]
+            cell = integration, adapter, loss, int(micro), saved
             first, _, again = ranks.partition(" → ")
             found.setdefault((int(first), int(again or 0)), []).append(cell)
     return found
@@ -348,10 +334,10 @@ def check_files(cell, folder, weights):
     """The files are those that one process writes, and the libraries load them."""
     integration, adapter, loss, _, save = cell
     there = {path.name for path in folder.iterdir()} - {"training_args.bin"}
-    if save == "save_model" and integration == "Accelerate":
+    if save == "save_state, save_model":
         assert there == {"model.safetensors"}
         found = load_file(folder / "model.safetensors")
-    elif adapter == "none":
+    elif adapter == "no adapter":
         assert there == {"config.json", "generation_config.json", "model.safetensors"}
         found = type(model_for(adapter, loss)).from_pretrained(folder).state_dict()
     else:
@@ -364,35 +350,15 @@ def check_files(cell, folder, weights):
         plain.save_pretrained(folder.parent / "plain")
         saved = load_file(folder / "adapter_model.safetensors")
         assert saved.keys() == load_file(folder.parent / "plain/adapter_model.safetensors").keys()
-        base = model_for("none", loss)
+        base = model_for("no adapter", loss)
         found = PeftModel.from_pretrained(base, folder).state_dict()
     torch.testing.assert_close(dict(found), weights, rtol=1e-4, atol=1e-4)
 
 
-# From 2 ranks on 4 takes as long as all other launches. Of these rows, CI runs two.
-IN_CI = [
-    ("Trainer", "none", "model", 2, "save_model"),
-    ("Trainer", "lora", "smoothing", 2, "save_model"),
-]
-
-
-def launches():
-    slow, full = pytest.mark.slow, pytest.mark.full
-    for (ranks, again), cells in TABLE.items():
-        few = (ranks, again) != (2, 4)
-        first = cells if few else [cell for cell in cells if cell in IN_CI]
-        yield pytest.param(ranks, again, first, marks=slow, id=f"{ranks}-{again}")
-        if not few:
-            others = [cell for cell in cells if cell not in IN_CI]
-            yield pytest.param(ranks, again, others, marks=full, id=f"{ranks}-{again}-others")
-
-
-def test_the_rows_that_ci_runs_are_in_the_table():
-    assert set(IN_CI) <= set(TABLE[2, 4])
-
-
-@pytest.mark.parametrize("ranks, again, cells", list(launches()))
-def test_a_cell_is_plain_training(run_ranks, tmp_path, ranks, again, cells):
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, again", TABLE)
+def test_a_cell_is_plain_training(run_ranks, tmp_path, ranks, again):
+    cells = TABLE[ranks, again]
     found = run_ranks(several, ranks, str(tmp_path / "first"), cells, timeout=TIMEOUT)
     compare(cells, found, tmp_path / "first")
     if again:
@@ -401,40 +367,18 @@ def test_a_cell_is_plain_training(run_ranks, tmp_path, ranks, again, cells):
         compare(cells, found, tmp_path / "again", SAVED)
 
 
-LORA = ("Trainer", "lora", "model", 1, "save_model")
+LORA = ("Trainer", "LoRA", "the model's", 1, "save_model, checkpoint")
 
 
-def in_one_process(folder, cell=LORA):
-    _, adapter, loss, micro, _ = cell
+def in_one_process(folder):
     arguments = TrainingArguments(
-        folder,
-        per_device_train_batch_size=BATCH // micro,
-        gradient_accumulation_steps=micro,
-        adam_epsilon=1e-3,
-        **arguments_for(cell),
+        folder, per_device_train_batch_size=BATCH, adam_epsilon=1e-3, **arguments_for(LORA)
     )
-    trainer = OVERRIDDEN.get(loss, InOrder)(
-        model_for(adapter, loss),
-        arguments,
-        train_dataset=data_for(loss),
-        data_collator=batch_of,
-    )
+    model = model_for("LoRA", "the model's")
+    data = {"train_dataset": data_for("the model's"), "data_collator": batch_of}
+    trainer = InOrder(model, arguments, **data)
     trainer.train()
     trainer.save_model(os.path.join(folder, "model"))
-    return trainer
-
-
-def compare_in_one_process(folder):
-    """What the Trainer does by itself with an overridden ``compute_loss``."""
-    for loss in OVERRIDDEN:
-        for micro in (1, 2):
-            cell = ("Trainer", "none", loss, micro, "save_only_model")
-            trainer = in_one_process(folder, cell)
-            logs, right = trainer.state.log_history, expected(cell)
-            found = {key: [log[key] for log in logs if key in log] for key in ("loss", "grad_norm")}
-            assert found["loss"] == pytest.approx(right.losses, abs=1e-4)  # four digits
-            weights = trainer.model.state_dict()
-            assert_alike(Trained(right.losses, found["grad_norm"], weights), right)
 
 
 def from_one_process(rank, folder, checkpoint):
@@ -447,25 +391,16 @@ def from_one_process(rank, folder, checkpoint):
     return [found]
 
 
-def without_torch_xla(run_script, call):
+@pytest.mark.slow
+def test_a_checkpoint_of_a_machine_without_torch_xla(run_script, run_ranks, tmp_path):
     done = run_script(
         "import sys\n"
         "sys.modules['torch_xla'] = None\n"
         f"sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
-        "import test_hf_combinations\n"
-        f"test_hf_combinations.{call}\n"
+        f"import test_hf_combinations as tests\n"
+        f"tests.in_one_process({str(tmp_path)!r})\n"
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_an_overridden_compute_loss_in_one_process(run_script, tmp_path):
-    without_torch_xla(run_script, f"compare_in_one_process({str(tmp_path)!r})")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_a_machine_without_torch_xla(run_script, run_ranks, tmp_path):
-    without_torch_xla(run_script, f"in_one_process({str(tmp_path)!r})")
     check_files(LORA, tmp_path / "model", expected(LORA).weights)
     checkpoint = tmp_path / f"checkpoint-{SAVED}"
     assert "xla" not in torch.load(checkpoint / "rng_state.pth", weights_only=False)
@@ -474,19 +409,21 @@ def test_a_checkpoint_of_a_machine_without_torch_xla(run_script, run_ranks, tmp_
     compare([LORA], found, again, SAVED)
 
 
+ONLY_MODEL = ("Trainer", "no adapter", "label smoothing", 1, "save_only_model")
+
+
 def in_an_old_folder(rank, folder):
     """Saves only the model into a folder that has the full checkpoint of another run."""
     from rank_warnings import warnings_of_ranks
 
     from xla_fsdp.integrations.transformers import _ranks_that_saved
 
-    cell = ("Trainer", "none", "model", 1, "save_model")
+    cell = ("Trainer", "no adapter", "the model's", 1, "save_model, checkpoint")
     with_trainer(cell, folder)
-    cell = (*cell[:2], "smoothing", 1, "save_only_model")
-    with_trainer(cell, folder)
+    with_trainer(ONLY_MODEL, folder)
     checkpoint = os.path.join(folder, f"checkpoint-{SAVED}")
     with warnings_of_ranks(rank) as said:
-        found = with_trainer(cell, folder, checkpoint)
+        found = with_trainer(ONLY_MODEL, folder, checkpoint)
     assert _ranks_that_saved(checkpoint) == 2
     if rank == 0:
         for lacking in ("no optimizer state", "no random state"):
@@ -497,7 +434,7 @@ def in_an_old_folder(rank, folder):
 @pytest.mark.slow
 def test_save_only_model_leaves_nothing_of_another_run(run_ranks, tmp_path):
     found = run_ranks(in_an_old_folder, 2, str(tmp_path / "0"), timeout=TIMEOUT)
-    compare([("Trainer", "none", "smoothing", 1, "save_only_model")], found, tmp_path, SAVED)
+    compare([ONLY_MODEL], found, tmp_path, SAVED)
 
 
 def test_the_number_of_ranks_that_saved(tmp_path):
@@ -540,7 +477,7 @@ class NotesDtype(IgnoresItems):
 
 
 def in_bfloat16(rank, folder):
-    model = model_for("none", "model")
+    model = model_for("no adapter", "the model's")
     model.__class__ = NotesDtype
     trainer, _ = trainer_for("llama", folder, 2, model=model, bf16=True, max_steps=1)
     trainer.train()

@@ -13,7 +13,8 @@ def loaded(rank, folder):
     from xla_fsdp.integrations.pretrained import load_pretrained
 
     found = {}
-    for name, kind in (("gpt2", "gpt2"), ("llama", "llama"), ("t5", "t5"), ("gpt2", "base")):
+    for kind in ("llama", "t5", "base"):
+        name = "gpt2" if kind == "base" else kind
         wrap = partial(hf_models.wrap, name=name, param_init_fn=defer_init)
         cls = type(hf_models.build(name, hf_models.WIDE))
         model = load_pretrained(cls, f"{folder}/{kind}", wrap)
@@ -28,7 +29,7 @@ def loaded(rank, folder):
 
 
 def test_folder_into_a_model_without_values(run_ranks, tmp_path):
-    for name in ("gpt2", "llama", "t5"):
+    for name in ("llama", "t5"):
         hf_models.build(name, hf_models.WIDE).save_pretrained(tmp_path / name)
     gpt2 = hf_models.build("gpt2", hf_models.WIDE)
     gpt2.transformer.save_pretrained(tmp_path / "base")
@@ -96,11 +97,9 @@ SIZES |= dict(shared_expert_intermediate_size=10, d_model=8, d_ff=12, expert_cap
 @pytest.mark.parametrize(
     "kind",
     [
-        ("olmoe", "OlmoeSparseMoeBlock", "OlmoeConfig", {}),
+        ("olmoe", "OlmoeSparseMoeBlock", "OlmoeConfig", {"norm_topk_prob": True}),
         ("qwen2_moe", "Qwen2MoeSparseMoeBlock", "Qwen2MoeConfig", {}),
-        ("qwen3_moe", "Qwen3MoeSparseMoeBlock", "Qwen3MoeConfig", {"norm_topk_prob": True}),
         ("deepseek_v3", "DeepseekV3MoE", "DeepseekV3Config", {}),
-        ("glm4_moe", "Glm4MoeMoE", "Glm4MoeConfig", {}),
         ("switch_transformers", "SwitchTransformersSparseMLP", "SwitchTransformersConfig", {}),
     ],
     ids=lambda kind: kind[0],
@@ -143,27 +142,3 @@ def test_experts_that_are_not_known_are_refused():
     block.experts = torch.nn.ModuleList()
     with pytest.raises(ValueError, match="0 is a OwnMoe, whose experts are not supported"):
         use_static_experts(torch.nn.ModuleList([block]))
-
-
-@pytest.mark.slow
-def test_experts_are_planned(elsewhere):
-    assert elsewhere(planned) == []
-
-
-def planned():
-    import xla_fsdp
-    from xla_fsdp.integrations.experts import use_static_experts
-
-    missing = []
-
-    def step():
-        import torch_xla
-
-        model = hf_models.wrap(hf_models.build("mixtral", hf_models.WIDE).train(), "mixtral")
-        use_static_experts(model)
-        ids = torch.zeros(2, 8, dtype=torch.long, device=torch_xla.device())
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        missing.extend(n for n, p in model.named_parameters() if p.grad is None)
-
-    xla_fsdp.plan(step, "v5e:2x2", progress=False)
-    return missing

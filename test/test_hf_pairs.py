@@ -12,6 +12,8 @@ import torch
 from conftest import EXAMPLES
 from safetensors.torch import load_file
 
+from xla_fsdp.consolidate.format.reader import ShardedCheckpoint
+
 SMALL = {"pairs": 45, "batch_size": 8, "epochs": 2, "max_length": 32, "dropout": 0.0, "seed": 3}
 STEPS = SMALL["pairs"] // SMALL["batch_size"]  # an epoch
 SAVED = 4  # between checkpoints: the latest is within the second epoch
@@ -22,18 +24,9 @@ def flags(folder, *more):
     return [*given, f"--output_dir={folder}", f"--checkpointing_steps={SAVED}", *more]
 
 
-@pytest.fixture
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import pairs
-    import train_pairs
-
-    return pairs, train_pairs
-
-
-def in_plain_torch(scripts, folder):
+def in_plain_torch(common, folder):
     """What the script does, in one process: losses, what it says of the test, weights."""
-    pairs, script = scripts
+    pairs, script = common.pairs, common.train_pairs
     tokenizer = script.AutoTokenizer.from_pretrained(folder / "tokenizer")
     rows, tests = (
         pairs.encoded(pairs.read(folder / "data", part), tokenizer, SMALL["max_length"])
@@ -82,7 +75,7 @@ def resumed(rank, folder, more):
 
 
 @pytest.mark.slow
-def test_the_documented_command_is_plain_training(scripts, run_ranks, tmp_path):
+def test_the_documented_command_is_plain_training(common, run_ranks, tmp_path):
     root = EXAMPLES.parent
     done = subprocess.run(
         [sys.executable, "-m", "xla_fsdp.integrations.launch", "--config_file"]
@@ -96,7 +89,7 @@ def test_the_documented_command_is_plain_training(scripts, run_ranks, tmp_path):
         timeout=1500,
     )
     assert done.returncode == 0, done.stderr
-    losses, metrics, weights = in_plain_torch(scripts, tmp_path)
+    losses, metrics, weights = in_plain_torch(common, tmp_path)
     assert done.stdout.count("epoch 1: ") == 1
 
     def compare(skipped):
@@ -114,6 +107,7 @@ def test_the_documented_command_is_plain_training(scripts, run_ranks, tmp_path):
 
     compare(0)
     latest = 2 * STEPS // SAVED * SAVED
+    assert ShardedCheckpoint(tmp_path / f"step_{latest}/xla_fsdp").manifest.world_size == 4
     # A save that was cut off is passed over, though it is the newest.
     cut = shutil.copytree(tmp_path / f"step_{latest}", tmp_path / f"step_{latest + SAVED}")
     for manifest in (cut / "xla_fsdp").rglob("manifest.json"):
@@ -122,9 +116,9 @@ def test_the_documented_command_is_plain_training(scripts, run_ranks, tmp_path):
     compare(latest)
 
 
-def test_goes_on_from_the_latest_save_that_came_to_its_end(scripts, tmp_path):
+def test_goes_on_from_the_latest_save_that_came_to_its_end(common, tmp_path):
     """Of a model that is not sharded; Accelerate writes its random states last."""
-    _, script = scripts
+    script = common.train_pairs
     args = Namespace(resume_from_checkpoint="latest", output_dir=str(tmp_path / "new"))
     assert script.checkpoint_of(args) is None
     for step in (4, 12, 8):
@@ -143,8 +137,8 @@ def test_goes_on_from_the_latest_save_that_came_to_its_end(scripts, tmp_path):
     assert script.checkpoint_of(Namespace(resume_from_checkpoint="step_12")) == "step_12"
 
 
-def test_what_is_no_mrpc_is_refused(scripts, tmp_path, monkeypatch, capsys):
-    pairs, script = scripts
+def test_what_is_no_mrpc_is_refused(common, tmp_path, monkeypatch, capsys):
+    pairs, script = common.pairs, common.train_pairs
     messages = {"data_dir": "has no train.tsv", "resume_from_checkpoint": "there is no folder"}
     for flag, message in messages.items():
         monkeypatch.setattr(sys, "argv", ["train_pairs.py", f"--{flag}={tmp_path}/missing"])

@@ -26,7 +26,7 @@ from hf_models import (
     trainer_for,
 )
 from huggingface_hub import HfApi
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, slow
 from transformers import TrainerCallback
 
 import xla_fsdp
@@ -79,10 +79,8 @@ RECOMPUTED = "activation_checkpointing" if VERSION >= 5 else "gradient_checkpoin
 UNFLATTENED = {"flatten_parameters": False, "backward_prefetch": "backward_post"}
 CASES = [
     ("bert", 2, {"fsdp": "shard_grad_op offload"}),
-    ("vit", 1, {"settings": UNFLATTENED, "config": {"activation_checkpointing": True}}),
+    ("vit", 1, {"settings": UNFLATTENED, "config": {"xla_fsdp_grad_ckpt": True}}),
     ("gpt2", 1, {"bf16": True}),
-    ("gpt2", 1, {}),
-    ("llama", 1, {"config": {"xla_fsdp_grad_ckpt": True}}),
     ("t5", 1, {}),
     ("gpt2", 1, {"fsdp": "hybrid_shard auto_wrap", "config": {"version": 1}}),
     ("llama", 1, {"bf16": True, RECOMPUTED: True, "config": {"reshard_after_forward": True}}),
@@ -91,14 +89,7 @@ if VERSION >= 5:  # before, experts need a call of use_static_experts
     CASES.append(("mixtral", 1, {"config": {"activation_checkpointing": True}}))
 
 
-@pytest.mark.parametrize(
-    "ranks, cases",
-    [
-        (2, CASES[:1]),
-        pytest.param(4, CASES, marks=pytest.mark.slow),
-        pytest.param(1, CASES, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.parametrize("ranks, cases", [(2, CASES[:1]), slow(4, CASES[1:])])
 def test_training_is_that_of_one_process(run_ranks, tmp_path, ranks, cases):
     found = run_ranks(several, ranks, str(tmp_path), cases, timeout=TIMEOUT)
     for number, (name, micro, given) in enumerate(cases):
@@ -171,31 +162,16 @@ def test_a_run_that_is_taken_away_goes_on(run_ranks, tmp_path):
     assert_alike(of_all(found), rest)
 
 
-def best_of(rank, folder):
-    trainer, noted = trainer_for(
-        "llama",
-        folder,
-        bf16=True,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        learning_rate=1.0,  # the first step is too large, so that later ones may be worse
-        config={"sync_module_states": "true", "limit_all_gathers": False},
-    )
-    first = trainer.evaluate()["eval_loss"]  # shards the model
+def evaluates_first(rank, folder):
+    config = {"sync_module_states": "true", "limit_all_gathers": False}
+    trainer, _ = trainer_for("llama", folder, bf16=True, max_steps=1, config=config)
+    loss = trainer.evaluate()["eval_loss"]  # shards the model
     options = trainer.model.fsdp_options
     assert options.compute_dtype is torch.bfloat16 and options.sync_module_states
     assert not options.limit_all_gathers and not options.fp32_reduce_scatter
     trainer.train()
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
-    after = trainer.evaluate()["eval_loss"]
-    assert abs(after - min(noted.evaluated[1:])) < 1e-6 and len(noted.evaluated) == STEPS + 2
-    trained = trained_by(trainer, noted)
-    predicted = trainer.predict(rows("llama", 3))
-    assert predicted.predictions.shape[0] == 3
+    assert trainer.predict(rows("llama", 3)).predictions.shape[0] == 3
     trainer.hub_model_id = "somebody/llama"
     with contextlib.ExitStack() as on_rank_0:
         if rank == 0:
@@ -206,24 +182,18 @@ def best_of(rank, folder):
                 lambda *_, **given: os.listdir(given["folder_path"]),
             )
             on_rank_0.enter_context(upload)
-        uploaded = trainer.push_to_hub()
-    return trained, trainer.state.best_model_checkpoint, first, uploaded
+        return loss, trainer.push_to_hub()
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_is_loaded_at_the_end(run_ranks, tmp_path):
-    from safetensors.torch import load_file
-
-    (found, best, first, uploaded), *others = run_ranks(best_of, 2, str(tmp_path), timeout=TIMEOUT)
-    assert all(other[-1] is None for other in others)
+def test_evaluation_before_training_and_the_hub(run_ranks, tmp_path):
+    (loss, uploaded), (_, other) = run_ranks(evaluates_first, 2, str(tmp_path), timeout=TIMEOUT)
     whole = {"README.md", "config.json", "generation_config.json", "model.safetensors"}
-    assert whole | {"training_args.bin"} <= set(uploaded)
+    assert whole | {"training_args.bin"} <= set(uploaded) and other is None
     with torch.no_grad():
         batch = batch_of(rows("llama", 16))
         batch["num_items_in_batch"] = items_in(batch["labels"])
-        assert first == pytest.approx(build("llama")(**batch).loss.item(), rel=1e-2)  # bfloat16
-    saved = load_file(os.path.join(best, "model.safetensors"))
-    torch.testing.assert_close(saved, found.weights, rtol=0, atol=0)
+        assert loss == pytest.approx(build("llama")(**batch).loss.item(), rel=1e-2)  # bfloat16
 
 
 @on_each_rank(2, timeout=TIMEOUT)

@@ -11,7 +11,6 @@ from conftest import ROOT
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -81,27 +80,22 @@ def ours(folder, model=None, ckpt_path=None, told=None, **options):
 
 def training(rank, folder):
     recomputed = {"activation_checkpointing_policy": {Block}}
-    found = {"norm": ours(folder / "full", told=CLIPPED, **recomputed)}
-    if xr.world_size() == 1:
-        return found
     sharded = {"state_dict_type": "sharded", "sharding_strategy": "SHARD_GRAD_OP"}
     logged = BY_VALUE | {"logger": CSVLogger(folder, name="log"), "log_every_n_steps": 1}
     logged["enable_model_summary"] = True
-    found["value"] = ours(folder / "sharded", told=logged, **sharded)
-    found["speaks"] = rank_zero_only.rank == 0, f"{rank_zero_only.rank}"
-    return found
+    return {
+        "norm": ours(folder / "full", told=CLIPPED, **recomputed),
+        "value": ours(folder / "sharded", told=logged, **sharded),
+        "speaks": (rank_zero_only.rank == 0, f"{rank_zero_only.rank}"),
+    }
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.full)])
-def test_training_is_that_of_one_process(run_ranks, reference, folder, ranks):
-    found = run_ranks(training, ranks, folder / str(ranks), timeout=TIMEOUT)
-    for name in found[0].keys() & reference.keys():
-        assert_alike(found[0][name], reference[name])
-        for other in found[1:]:
-            assert other[name]["losses"] == found[0][name]["losses"]
-            assert other[name]["norms"] == found[0][name]["norms"]
-    if ranks == 1:
-        return
+def test_training_is_that_of_one_process(run_ranks, reference, folder):
+    found = run_ranks(training, 2, folder / "2", timeout=TIMEOUT)
+    for name, wanted in reference.items():
+        assert_alike(found[0][name], wanted)
+        for kind in ("losses", "norms"):
+            assert found[1][name][kind] == found[0][name][kind]
     assert [one["speaks"] for one in found] == [(rank == 0, str(rank)) for rank in range(2)]
     (log,) = folder.glob("2/log/*/metrics.csv")
     lines = list(csv.DictReader(log.read_text().splitlines()))
@@ -117,7 +111,6 @@ AVERAGES = "copies the model before .* in on_fit_start"
     [
         (StochasticWeightAveraging(1e-2), AVERAGES),
         (WeightAveraging(), AVERAGES),
-        (EMAWeightAveraging(), AVERAGES),
         # test_lightning_table.py does what this message and the one below recommend.
         (ModelPruning("l1_unstructured"), "would prune each rank's shards .* before trainer.fit"),
     ],
@@ -144,7 +137,6 @@ def resuming(rank, folder, from_plain):
     tested = trainer.test(model, loader(1), ckpt_path=str(last), weights_only=False, verbose=False)
     predicted = torch.cat(trainer.predict(model, loader(1)))
     return {
-        "norm": ours(folder / "a", ckpt_path=folder / "full/epoch=0.ckpt", told=CLIPPED),
         "value": ours(folder / "b", ckpt_path=folder / "sharded/epoch=0.ckpt", told=BY_VALUE),
         "plain": ours(folder / "c", ckpt_path=from_plain, told=CLIPPED),
         "bf16": in_bfloat16(folder / "bf16"),
@@ -171,7 +163,6 @@ def test_another_number_of_ranks_and_plain_lightning_go_on(run_ranks, reference,
     saved = folder / "2"
     from_plain = folder / "norm" / "epoch=0.ckpt"
     (found,) = run_ranks(resuming, 1, saved, from_plain, timeout=TIMEOUT)
-    assert_alike(found["norm"], reference["norm"])
     assert_alike(found["plain"], reference["norm"])
     assert_alike(found["value"], reference["value"])
     # Logged in float32 though computed in bfloat16: near, and not of eight bits.
@@ -223,16 +214,10 @@ def test_ranks_of_fabric_communicate(rank, tmp_path):
         fabric.setup_dataloaders(torch.utils.data.DataLoader(rows(), num_workers=1))
     with pytest.raises(ValueError, match=f"but {ranks} ranks are running already"):
         L.Fabric(strategy=NAME, devices=3)
-    # The groups of an optimizer that is made before its model is wrapped.
-    model = Words()
-    optimizer = model.configure_optimizers()[0][0]
-    model, optimizer = fabric.setup(model, optimizer)
-    groups = {group["weight_decay"]: len(group["params"]) for group in optimizer.param_groups}
-    assert groups == {0.2: 8, 0.0: 8}
     (tmp_path / "saved").mkdir(exist_ok=True)
     (tmp_path / "saved/file").touch()
     with pytest.raises((ValueError, OtherRankError), match="is a folder, but with state_dict_type"):
-        fabric.save(tmp_path / "saved", {"model": model})
+        fabric.save(tmp_path / "saved", {"model": fabric.setup(Words())})
     assert fabric.device == torch.device(device) or ranks == 1
 
 
@@ -256,8 +241,7 @@ ARGUMENTS = [
     (dict(layers=[Block]), "has no option 'layers', .* auto_wrap_policy"),
     (dict(state_dict_type="local"), "'full' or"),
     (dict(auto_wrap_policy="Block"), "must be a set of classes"),
-    (dict(auto_wrap_policy={"Block"}), "must be a set of classes"),
-    (dict(activation_checkpointing_policy=print), "must be a set of classes"),
+    (dict(activation_checkpointing_policy={"Block"}), "must be a set of classes"),
 ]
 ON_XLA = [
     (dict(precision="16-mixed"), "Use 'bf16-mixed'"),

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch_xla.debug.metrics as met
-from lazy_modules import torch_xla, xm, xr
-from on_ranks import on_each_rank, only_full, raises, slow, without_ranks
-from rank_warnings import every_rank_warns
+from lazy_modules import torch_xla
+from on_ranks import on_each_rank, raises, slow, without_ranks
 from small_models import here, hybrid, inputs_of_all, mean_square, mlp, whole
 from torch import nn
 
@@ -218,7 +217,6 @@ def expected_weights():
     [
         (2, ["flat", "dim0scan"]),
         slow(4, ["nested"]),
-        only_full(1, ["flat", "dim0scan", "scan"]),
         slow(2, ["nested", "dim0", "scan"]),
     ],
 )
@@ -238,8 +236,6 @@ def test_shards_are_trained_as_the_unsharded_model(rank, kinds):
                 optimizer.step()
             torch_xla.sync()
         for name, (model, _, _) in models.items():
-            if xr.world_size() == 1:
-                xm.wait_device_ops()
             found = whole(model, model.state_dict())
             try:
                 assert_weights(found, expected[name], rtol=2e-4, atol=2e-5)
@@ -305,29 +301,12 @@ def test_replicas_and_parameters_that_are_not_sharded(rank):
         assert_weights(found, expected_weights()[name], rtol=2e-4, atol=2e-5)
 
 
-class Scaled(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad /= torch.linalg.vector_norm(p.grad)
-        super().step(closure)
-
-
 def of_others(rank):
     for make in (torch.optim.Adafactor, torch.optim.Muon):
         model = wrapped("dim0", Matrices)
         put_gradients(model, gradients(plain(Matrices), 1))
         with pytest.raises(RuntimeError, match=r"needs parameter '.*full_tensor\(\)"):
             make(model.parameters()).step()
-    model, one = wrapped("dim0", Matrices), plain(Matrices)
-    optimizers = [Scaled(each.parameters()) for each in (model, one)]
-    put_gradients(model, gradients(one, 1))
-    put_plain_gradients(one, gradients(one, 1))
-    with every_rank_warns(rank, None):
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_weights(whole(model, model.state_dict()), dict(one.state_dict()))
 
 
 def refused(rank):
@@ -392,7 +371,6 @@ def test_on_two_ranks(run_ranks, check):
         ("Muon", {"ns_coefficients": (1, 2)}, "ns_coefficients must be three numbers"),
         ("Muon", {"adjust_lr_fn": "other"}, "adjust_lr_fn must be None, 'original' or"),
         ("Muon", {"compute_dtype": torch.int8}, "compute_dtype must be a floating-point dtype"),
-        ("AdamW8bit", {"betas": (1.0, 0.9)}, r"betas\[0\] must be >= 0 and < 1, got 1.0"),
         ("AdamW8bit", {"min_8bit_size": -1}, "min_8bit_size must be >= 0, got -1"),
     ],
 )

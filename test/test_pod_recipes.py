@@ -169,7 +169,6 @@ def test_shellcheck_has_nothing_to_say():
         ("tpu_vm.sh", [], "no action given"),
         ("tpu_vm.sh", ["run"], "unknown action 'run'"),
         ("tpu_vm.sh", ["stop"], "--name is required"),
-        ("tpu_vm.sh", ["--name=a", "stop"], "--zone is required"),
         ("tpu_vm.sh", [*PLACE, "create"], "create needs --type"),
         ("tpu_vm.sh", [*PLACE, "start"], "start needs a command after --"),
         ("tpu_vm.sh", [*PLACE, "--zones=x", "stop"], "unknown option '--zones=x'"),
@@ -177,7 +176,6 @@ def test_shellcheck_has_nothing_to_say():
         ("tpu_vm.sh", [*PLACE, "--run=a b", "stop"], "--run must be a plain name"),
         ("tpu_vm.sh", [*PLACE, "--poll=soon", "wait"], "--poll must be a number"),
         ("tpu_vm.sh", [*PLACE, "--nfs=/share", "setup"], "--nfs must be SERVER:/DIR"),
-        ("tpu_vm.sh", [*PLACE, "--max_restarts=x", "wait"], "--max_restarts must be a number"),
         ("tpu_vm.sh", [*PLACE, "--max_restarts=1", "wait"], "needs the command after --"),
         ("tpu_vm.sh", [*PLACE, "--slices=two", "stop"], "must be numbers from 1 on, got 'two'"),
         ("tpu_vm.sh", [*PLACE, "--only=0", "stop"], "--only and --min_slices need --slices=2"),
@@ -186,7 +184,6 @@ def test_shellcheck_has_nothing_to_say():
         ("tpu_vm.sh", [*PLACE, "--type=2xv4-8", "create"], "say --slices=2 --type=v4-8"),
         ("back_off.sh", [], "usage: back_off.sh COMMAND"),
         ("back_off.sh", ["--seconds", "x"], "must be numbers, got '10' and 'x'"),
-        ("torchrun.sh", [], "no script given"),
         ("torchrun.sh", ["--slice=v4-33", "--", "x"], "there is no v4 slice of 33 TensorCores"),
         ("torchrun.sh", ["--nnodes=0", "--nproc=4", "--", "x"], "--nnodes must be a positive"),
         ("torchrun.sh", ["--slice=v4-8", "--nproc=4", "--", "x"], "--slice excludes --nnodes and"),
@@ -200,7 +197,6 @@ def test_shellcheck_has_nothing_to_say():
         ("worker.sh", ["start"], "usage:"),
         ("worker.sh", ["start", "../x", "true"], "RUN must be a plain name"),
         ("worker.sh", ["log", "never-ran"], "no run 'never-ran'"),
-        ("worker.sh", ["restart", "train"], "unknown action 'restart'"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_one_line_and_code_2(script, arguments, message, tmp_path):

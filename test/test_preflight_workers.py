@@ -119,25 +119,6 @@ def key(api, tmp_path_factory):
     return write_credentials(tmp_path_factory.mktemp("key") / "key.json", f"{api.url}token")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def patient(api, key, tmp_path_factory):
-    """For the test of workers that do not answer: the command waits while the other tests run."""
-    api.answers = [node()]
-    workers = Workers(tmp_path_factory.mktemp("pod"))
-    for number, how in {0: "dead", 1: "hang second", 2: "nonsense"}.items():
-        workers.behave(number, how)
-    # A busy machine may take seconds to start the others' Pythons.
-    flags = (*workers.flags(), "--timeout=20", "--ckpt_dir=~/mount")
-    began = start(api, key, workers.root, *flags)
-    wait_until(lambda: workers.sleeper(1), began)
-    yield workers, began
-    if began.poll() is None:  # its test is not run
-        began.kill()
-        os.kill(workers.sleeper(1), signal.SIGKILL)
-    with began:  # closes its pipes, also if it ended without its test
-        pass
-
-
 @pytest.fixture
 def workers(tmp_path):
     return Workers(tmp_path)
@@ -309,9 +290,11 @@ def test_what_is_filled_in(preflight, workers, tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_that_do_not_answer(patient):
-    workers, began = patient
-    checks = lines(finish(began), 1)
+def test_workers_that_do_not_answer(preflight, workers):
+    for number, how in {0: "dead", 1: "hang second", 2: "nonsense"}.items():
+        workers.behave(number, how)
+    # A busy machine may take seconds to start the others' Pythons.
+    checks = lines(preflight("--timeout=20", "--ckpt_dir=~/mount"), 1)
     status, text = checks["workers"]
     assert status == "FAILED"
     assert "worker 0: the command ended with 1: ssh: connect to host" in text

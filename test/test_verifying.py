@@ -107,7 +107,6 @@ def test_a_calibration_is_kept_and_changes_the_chip(tmp_path):
         (lambda data: data["calibration"].update(family="v9"), "family 'v9', known are v2"),
         (lambda data: data["calibration"].update(link_bandwidth=-1), "link_bandwidth is -1"),
         (lambda data: data["calibration"].update(hbm_bandwidth=True), "hbm_bandwidth is True"),
-        (lambda data: data["calibration"].update(matrix_flops="much"), "matrix_flops is 'much'"),
         (lambda data: data["calibration"].update(clock=1), "unexpected keyword argument 'clock'"),
         (lambda data: data.update(format="plan"), "some other JSON"),
         (lambda data: data["calibration"].update(about=[]), "is damaged ('list' object"),
@@ -379,7 +378,6 @@ def test_a_stage_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
         ("--report=x.png", "must end in .json or .html"),
         ("--topology=v9-8", "'v9-8': there is no TPU family"),
         ("--report=none/x.html", "make the folder none first"),
-        ("--calibration=none/x", "make the folder none first"),
     ],
 )
 def test_wrong_arguments_fail_before_the_measurement(capsys, monkeypatch, flag, said):
