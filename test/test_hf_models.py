@@ -33,6 +33,10 @@ NEOX = WORDS | dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, 
 WITHOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 FAMILIES = {
     "mistral": ("MistralForCausalLM", "MistralDecoderLayer", LLAMA | dict(sliding_window=8)),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2DecoderLayer", LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3DecoderLayer", LLAMA | dict(head_dim=8)),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2DecoderLayer", LLAMA),
+    "granite": ("GraniteForCausalLM", "GraniteDecoderLayer", LLAMA),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2DecoderLayer", SLIDING),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3DecoderLayer", SLIDING),
     "phi3": ("Phi3ForCausalLM", "Phi3DecoderLayer", LLAMA | dict(resid_pdrop=0.0)),
