@@ -22,8 +22,8 @@ class CompiledStep:
 
     Attributes:
         key: digest of program, slice, options and compiler versions.
-        traced: text of the program as it was passed to the compiler.
-        scheduled: without cycle estimates if the program did not fit.
+        traced: the program as it was passed to the compiler, an ``HloModuleProto``.
+        scheduled: likewise; without cycle estimates if the program did not fit.
         assignment: text of the buffer assignment.
         memory: ``None`` if the program did not fit.
         refusal: the compiler's message in that case, else "".
@@ -33,8 +33,8 @@ class CompiledStep:
     """
 
     key: str
-    traced: str
-    scheduled: str
+    traced: bytes
+    scheduled: bytes
     assignment: str
     memory: CompilerMemory | None
     refusal: str
@@ -85,7 +85,8 @@ class PlanCache:
     def write(self, step: CompiledStep) -> None:
         if self._folder is None:
             return
-        content = gzip.compress(json.dumps(asdict(step)).encode(), compresslevel=4)
+        text = json.dumps(asdict(step), default=lambda data: data.decode("latin-1"))
+        content = gzip.compress(text.encode(), compresslevel=4)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(self._folder / f"{step.key}.json.gz", content)
