@@ -208,7 +208,7 @@ def test_collectives_of_a_sparsecore():
         called,
     )
     program = messages()["HloModule"].FromString(hlo(text, devices=8))
-    (entry,) = (one for one in program.computations if one.name == b"main")
+    (entry,) = (one for one in program.computations if one.id == program.entry_computation_id)
     entry = {one.name.decode(): one for one in entry.instructions}
     for name in "so":  # the text of HLO cannot express that the update gets the operand
         entry[name].ClearField("operand_ids")

@@ -34,7 +34,6 @@ from ...tpu.calibration import Calibration, load_calibration
 from ...tpu.topology import Slice, resolve
 from ...wording import to_one_line
 from ..program.assignment import LIVE_RANGES
-from ..program.flops import model_flops
 from ..program.hlo import module_in
 from ..records import CompilerMemory
 from ..tracing.traced import PartitionedProgram, TracedProgram, scope_names
@@ -122,15 +121,10 @@ class Target:
             known.append(scope_names(code))
         parts = json.dumps([*known, request, versions], sort_keys=True)
         key = hashlib.sha256(parts.encode()).hexdigest()
-        found = kept = self.cache.read(key)
+        found = self.cache.read(key)
         if found is None:
             found = replace(self._compile(key, code, request, host), versions=versions)
-        try:
-            if found.model_flops is None:
-                found = replace(found, model_flops=model_flops(found.traced))
-        finally:  # an error there must not lose the compiled result
-            if found is not kept:
-                self.cache.write(found)
+            self.cache.write(found)
         return found
 
     def _compile(

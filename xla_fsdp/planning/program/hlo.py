@@ -27,7 +27,7 @@ _MESSAGES = {
     "SequencesEntry": ["key int64 1", "value Ids 2"],
     "Ids": ["ids int64* 1"],
     "DeviceAssignment": ["replica_count int64 1", "computation_count int64 2"],
-    "Computation": ["name bytes 1", "instructions Instruction* 2", "id int64 5", "root_id int64 6"],
+    "Computation": ["instructions Instruction* 2", "id int64 5", "root_id int64 6"],
     "Instruction": ["name bytes 1", "opcode bytes 2", "shape Shape 3", "metadata Metadata 7",
                     "literal Literal 8", "parameter_number int64 9", "tuple_index int64 13",
                     "window Window 15", "convolution_dimension_numbers Convolution 16",
@@ -180,7 +180,6 @@ def _iota_groups(dims: Sequence[int], order: Sequence[int], width: int) -> Group
 class HloComputation:
     """``instructions``: in the order of the schedule, if there is one."""
 
-    name: str
     instructions: Sequence[Instruction]
     root: Instruction
 
@@ -232,9 +231,8 @@ def _module(module: Any) -> HloModule:
             shape = _shape(message.shape)
             name = _utf8(message.name)
             known[number] = Instruction(name, opcode, shape, operands, called, message)
-        computations[computation.id] = HloComputation(
-            _utf8(computation.name), [*known.values()], known[computation.root_id]
-        )
+        instructions = list(known.values())
+        computations[computation.id] = HloComputation(instructions, known[computation.root_id])
     assigned = module.device_assignment
     return HloModule(
         name=_utf8(module.name),
