@@ -35,7 +35,6 @@ def described(program):
     """What a traced program reads and computes, for the difference that a failed test shows."""
     instructions = [
         f"{one.name} {one.opcode} {leaves(one.shape)}"
-        for computation in parse_module(program.hlo).computations
-        for one in computation.instructions
+        for one in parse_module(program.hlo).instructions
     ]
     return program.arguments, dict(program.donated), instructions

@@ -222,6 +222,5 @@ def _emitter(instruction: Instruction) -> str:
 def _scatters(module: HloModule, one: _Open, emitter: str) -> bool:
     if "AllReduceScatter" in emitter:
         return True
-    instructions = (i for computation in module.computations for i in computation.instructions)
-    users = [i for i in instructions if one.core in i.operands]
+    users = [i for i in module.instructions if one.core in i.operands]
     return bool(users) and all(i.opcode == "dynamic-slice" for i in users)

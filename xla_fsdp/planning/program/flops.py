@@ -89,7 +89,7 @@ def attention_shapes(module: HloModule) -> tuple[int, int, int] | None:
     """
     scores: tuple[int, ...] = ()
     softmax = False
-    for one in (i for computation in module.computations for i in computation.instructions):
+    for one in module.instructions:
         if parse_scope(one.op_name)[0] != "forward":
             continue
         if one.opcode == "exponential":

@@ -192,10 +192,10 @@ class HloComputation:
 
 @dataclass(eq=False)
 class HloModule:
-    """``devices``: the number of devices that run it."""
+    """``instructions``: of all computations. ``devices``: the number of devices that run it."""
 
     name: str
-    computations: Sequence[HloComputation]
+    instructions: Sequence[Instruction]
     entry: HloComputation
     devices: int
     scheduled: bool
@@ -236,7 +236,7 @@ def _module(module: Any) -> HloModule:
     assigned = module.device_assignment
     return HloModule(
         name=_utf8(module.name),
-        computations=list(computations.values()),
+        instructions=[i for one in computations.values() for i in one.instructions],
         entry=computations[module.entry_computation_id],
         devices=max(assigned.replica_count, 1) * max(assigned.computation_count, 1),
         scheduled=bool(orders),

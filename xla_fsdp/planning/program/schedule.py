@@ -195,8 +195,7 @@ def _elements_of_scores(module: HloModule) -> int:
     """The number of elements of attention scores, the largest batched matmuls; 0 if not known."""
     sizes = {
         prod(leaf.dims)
-        for computation in module.computations
-        for one in computation.instructions
+        for one in module.instructions
         if one.opcode in _MATMULS and _is_batched(one)
         for leaf in leaves(one.shape)
     }
