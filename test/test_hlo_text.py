@@ -1,4 +1,4 @@
-"""The text of HLO as data, and the reader of schedules, on programs written by hand."""
+"""Programs of XLA as data, and the reader of schedules, on programs written by hand."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from ..protobuf import message_classes
 HBM, HOST = 0, 5  # memory spaces; layouts that name none are in HBM
 
 # Fields of XLA's hlo.proto and xla_data.proto; strings are bytes, enumerations and lists of bools
-# are numbers. libtpu 0.0.51 and 0.0.21 write replica groups into different fields.
+# are numbers. Shapes stay bytes, of which most are equal. libtpu 0.0.51 and 0.0.21 write replica
+# groups into different fields.
 _MESSAGES = {
     "HloProto": ["hlo_module bytes 1"],
     "HloModule": ["name bytes 1", "entry_computation_id int64 6", "computations Computation* 3",
@@ -28,7 +29,7 @@ _MESSAGES = {
     "Ids": ["ids int64* 1"],
     "DeviceAssignment": ["replica_count int64 1", "computation_count int64 2"],
     "Computation": ["instructions Instruction* 2", "id int64 5", "root_id int64 6"],
-    "Instruction": ["name bytes 1", "opcode bytes 2", "shape Shape 3", "metadata Metadata 7",
+    "Instruction": ["name bytes 1", "opcode bytes 2", "shape bytes 3", "metadata Metadata 7",
                     "literal Literal 8", "parameter_number int64 9", "tuple_index int64 13",
                     "window Window 15", "convolution_dimension_numbers Convolution 16",
                     "custom_call_target bytes 28", "dot_dimension_numbers Dot 30", "id int64 35",
@@ -38,7 +39,7 @@ _MESSAGES = {
                     "frontend_attributes Attributes 68", "collective_device_list DeviceList 87",
                     "iota_collective_device_list Iota 92",
                     "mesh_axes_replica_group_list MeshAxes 93"],
-    "Shape": ["element_type int64 2", "dimensions int64* 3", "tuple_shapes Shape* 4",
+    "Shape": ["element_type int64 2", "dimensions int64* 3", "tuple_shapes bytes* 4",
               "layout Layout 5"],
     "Layout": ["minor_to_major int64* 1", "element_size_in_bits int64 7", "memory_space int64 8"],
     "Metadata": ["op_name bytes 2"],
@@ -108,7 +109,9 @@ def leaves(shape: Shape | Tuple) -> tuple[Shape, ...]:
     return shape.leaves if isinstance(shape, Tuple) else (shape,)
 
 
-def _shape(message: Any) -> Shape | Tuple:
+@lru_cache(maxsize=1 << 14)
+def _shape(data: bytes) -> Shape | Tuple:
+    message = messages()["Shape"].FromString(data)
     if message.element_type == _TUPLE:
         return Tuple(tuple(map(_shape, message.tuple_shapes)))
     dtype, layout = _DTYPES[message.element_type], message.layout
