@@ -2,13 +2,18 @@
 
 import torch
 
-from xla_fsdp.planning.protobuf import message_classes
+from xla_fsdp.planning.program.hlo import leaves, messages, parse_module
 
-_MESSAGES = {
-    "Module": ["computations Computation* 3"],
-    "Computation": ["instructions Instruction* 2"],
-    "Instruction": ["name bytes 1", "opcode bytes 2", "shape bytes 3"],
-}
+EMPTY = "HloModule m\nENTRY main {\n  ROOT p = f32[] parameter(0)\n}"
+
+
+def hlo(text, devices=1):
+    """The HloModuleProto of the text of HLO."""
+    import jaxlib._jax
+
+    module = jaxlib._jax.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    run_by = messages()["HloModule"](device_assignment={"replica_count": devices})
+    return module + run_by.SerializeToString()
 
 
 def training_step(make, *shape):
@@ -28,10 +33,8 @@ def training_step(make, *shape):
 
 def described(program):
     """What a traced program reads and computes, for the difference that a failed test shows."""
-    module = message_classes("xla_fsdp.described", _MESSAGES)["Module"].FromString(program.hlo)
     instructions = [
-        f"{one.name.decode()} {one.opcode.decode()} {one.shape.hex()}"
-        for computation in module.computations
-        for one in computation.instructions
+        f"{one.name} {one.opcode} {leaves(one.shape)}"
+        for one in parse_module(program.hlo).instructions
     ]
     return program.arguments, dict(program.donated), instructions

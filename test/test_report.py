@@ -86,7 +86,7 @@ def test_page_has_the_tables_of_the_text():
 def test_a_step_of_several_programs_says_why_nothing_is_suggested():
     program = TracedProgram(b"", {}, ())
     step = TracedStep(program, None, (), 0, True, parts=(TracedPart(program, False, 0, 0, 0),))
-    one = CompiledStep("key", "", "", "", None, "", 1.0, False, 1e12)
+    one = CompiledStep("key", b"", b"", "", None, "", 1.0, False, 1e12)
     report = report_on_parts(step, [one], lambda *_: make(suggestions=("zero-2",)), 1e15)
     assert not report.suggestions
     assert "The plan of a step of several programs has no suggestions: " in " ".join(report.notes)

@@ -37,6 +37,7 @@ def compile(name, f, ins, outs, shapes, donate=()):
     stats = done.get_compiled_memory_stats()
     out[name] = {
         "text": done.hlo_modules()[0].to_string(),
+        "program": done.hlo_modules()[0].as_serialized_hlo_module_proto().hex(),
         "assignment": max(Path(sys.argv[2]).glob(ASSIGNMENT), key=os.path.getmtime).read_text(),
         "arguments": stats.argument_size_in_bytes,
         "outputs": stats.output_size_in_bytes,
@@ -105,7 +106,9 @@ def compiled(tmp_path_factory):
         run_command(sys.executable, *paths, topology, env={**os.environ, **quiet})
         found = json.loads((folder / "out.json").read_text())
         for one in found.values():
-            one["schedule"] = read_schedule(one["text"], read_assignment(one["assignment"]))
+            one["schedule"] = read_schedule(
+                bytes.fromhex(one["program"]), read_assignment(one["assignment"])
+            )
         return {name: SimpleNamespace(**one) for name, one in found.items()}
 
     return programs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from planned import hlo
 
 from xla_fsdp.compiler_options import limit_scoped_vmem
 from xla_fsdp.planning.program.assignment import Assignment
@@ -223,10 +224,16 @@ def test_dimensions_that_fill_tiles():
         assert not advice(op(1, 10), op(2, 10, work="matmul", padding=padding))
 
 
-TRACED = """
-%dot.1 = bf16[8,{s},{s}] dot(%q), lhs_batch_dims={{0}}, metadata={{op_name="forward[a].1/matmul"}}
-%e.2 = f32[2,4,{s},{s}] {between}(%s), metadata={{op_name="forward[a].1/softmax"}}
-%dot.3 = bf16[8,{s},{d}] dot(%p), lhs_batch_dims={{0}}, metadata={{op_name="forward[a].1/matmul"}}
+TRACED = """HloModule m
+
+ENTRY %main {{
+  %q = bf16[8,{s},{d}] parameter(0)
+  %dot.1 = bf16[8,{s},{s}] dot(%q, %q), lhs_batch_dims={{0}}, rhs_batch_dims={{0}}, {name}
+  %s = f32[2,4,{s},{s}] bitcast(%dot.1)
+  %e.2 = f32[2,4,{s},{s}] {between}(%s), {name}
+  %p = bf16[8,{s},{s}] bitcast(%e.2)
+  ROOT %dot.3 = bf16[8,{s},{d}] dot(%p, %q), lhs_batch_dims={{0}}, rhs_batch_dims={{0}}, {name}
+}}
 """
 
 
@@ -240,15 +247,21 @@ TRACED = """
     ],
 )
 def test_why_attention_has_no_kernel(s, d, between, why):
-    text = TRACED.format(s=s, d=d, between=between)
-    found = why_no_kernel(text, V5E.chip)
+    name = 'metadata={op_name="forward[a].1/matmul"}'
+    program = hlo(TRACED.format(s=s, d=d, between=between, name=name))
+    found = why_no_kernel(program, V5E.chip)
     assert found.startswith(why) and bool(found) == bool(why)
     old = dataclasses.replace(V5E.chip, attention_kernel=False)
-    assert bool(why_no_kernel(text, old)) == (between == "exponential")
+    assert bool(why_no_kernel(program, old)) == (between == "exponential")
 
 
 @pytest.mark.parametrize(
-    "window, work", [("size=8 stride=7 lhs_dilate=8", "attention"), ("size=8", "matmul")]
+    "window, work",
+    [
+        ("size=8 stride=7 lhs_dilate=8", "attention"),
+        ("size=2 lhs_dilate=2", "attention"),
+        ("size=8", "matmul"),
+    ],
 )
 def test_batched_matmuls_and_their_softmax_are_attention(window, work):
     """The TPU compiler writes the batch of a dot as a spatial dimension of a convolution."""
@@ -274,7 +287,7 @@ ENTRY %main (a: f32[8,200,64], b: f32[8,64,197]) -> f32[8,200,64] {{
   ROOT %o = f32[8,200,64]{{2,1,0:T(8,128)}} fusion(%m), kind=kLoop, calls=%other
 }}
 """
-    ops = {op.name: op for op in read_schedule(text, Assignment((), ())).ops}
+    ops = {op.name: op for op in read_schedule(hlo(text), Assignment((), ())).ops}
     softmax = "attention" if work == "attention" else "elementwise"
     assert [ops[name].work for name in "stmo"] == [work, softmax, work, "elementwise"]
     assert ops["s"].padding == pytest.approx(1 - 197 / 256) and ops["m"].padding == 0.5
@@ -347,6 +360,6 @@ ENTRY %main (a: f32[8]) -> f32[8] {{
   ROOT %f = f32[8]{{0}} fusion(%a), kind=kLoop, calls=%fused
 }}
 """
-    line = inline_schedule(parse_module(text))
+    line = inline_schedule(parse_module(hlo(text)))
     last = line.places[-1].instruction
     assert last.opcode == "fusion" and Labels(line, {}).is_recomputed(last) == again

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from on_ranks import without_ranks
+from planned import EMPTY, hlo
 from torch import nn
 
 from xla_fsdp import ShardingSettings, training_step, tune
@@ -601,7 +602,7 @@ def test_a_small_model_is_tuned_and_the_search_is_resumed(tmp_path):
 @without_ranks
 def test_warnings_of_an_own_step_are_notes(tmp_path):
     """Without compiling: for the compiler no program fits."""
-    compiled = CompiledStep("", "", "", "", None, "out of memory", 1.0, False, 0.0)
+    compiled = CompiledStep("", hlo(EMPTY), b"", "", None, "out of memory", 1.0, False, 0.0)
 
     def step(settings):
         model = settings.wrap(Network())

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import re
 import statistics
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from .program.hlo import module_in
 from .program.schedule import computing_places, read_line
 from .protobuf import message_classes
 from .records import CompiledCollective, Slot
@@ -31,16 +30,9 @@ _NAME = re.compile(r"%?([\w.\-]+)")
 _STEP = "train"  # the name of a step in xla_fsdp.profile
 _KNOWN = 0.9  # the least share of the instructions that ran which the program must contain
 _LOST = 1e-9  # seconds: the shown length of events that have none
-_SECONDS_TO_READ = 120.0
 _MOST_BYTES = 2 << 30  # protobuf's limit for a message
-# In a separate process, because XLA may crash on damaged bytes.
-_TO_TEXT = (
-    "import sys, jaxlib._jax as j; "
-    "m = j.HloModule.from_serialized_hlo_module_proto(sys.stdin.buffer.read()); "
-    "sys.stdout.write(m.to_string())"
-)
 
-# Fields of XLA's xplane.proto and hlo.proto. Strings are bytes: some may not be UTF-8.
+# Fields of XLA's xplane.proto. Strings are bytes: some may not be UTF-8.
 _MESSAGES = {
     "XSpace": ["planes XPlane* 1"],
     "XPlane": ["name bytes 2", "lines XLine* 3", "event_metadata EventEntry* 4",
@@ -54,7 +46,6 @@ _MESSAGES = {
               "ref_value uint64 7"],
     "XEventMetadata": ["name bytes 2", "display_name bytes 4", "stats XStat* 5"],
     "XStatMetadata": ["name bytes 2"],
-    "HloProto": ["hlo_module bytes 1"],
 }  # fmt: skip
 _VALUES = [field.split()[0] for field in _MESSAGES["XStat"][1:]]
 
@@ -154,26 +145,11 @@ class RecordedProgram:
 
 
 def read_program(name: str, proto: bytes) -> RecordedProgram:
-    """Parse an HloProto; ValueError if this XLA cannot read it, or not in time, or it is not
-    scheduled.
-    """
+    """Parse an HloProto; ValueError if it is not scheduled, or damaged in any way."""
     try:
-        content = messages()["HloProto"].FromString(proto).hlo_module
-    except DecodeError as error:
-        raise ValueError(f"program {name} is damaged") from error
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _TO_TEXT],
-            input=content, capture_output=True, timeout=_SECONDS_TO_READ, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(
-            f"XLA did not read program {name} in {_SECONDS_TO_READ:g} s: try again on an idle "
-            "machine, or record the trace again"
-        ) from error
-    if done.returncode:
-        raise ValueError("XLA cannot read a program in this trace")
-    line, found, labels = read_line(done.stdout.decode())
+        line, found, labels = read_line(module_in(proto))
+    except Exception as error:  # the type depends on what is damaged
+        raise ValueError(f"cannot read program {name} ({error}): record the trace again") from error
     names = [place.instruction.name for place in line.places]
     compute = {
         place.instruction.name: labels.of(place.instruction)

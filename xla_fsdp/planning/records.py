@@ -223,6 +223,8 @@ def reader(kind: Any) -> Callable[[Any], Any]:
     if origin is Mapping:
         one = reader(inner[1])
         return lambda value: {key: one(item) for key, item in _require_type(value, dict).items()}
+    if kind is bytes:
+        return lambda value: _require_type(value, str).encode("latin-1")
     return lambda value: _require_type(value, (int, float) if kind is float else kind)
 
 

@@ -5,7 +5,7 @@ It reads ``DIR/request.json`` and the program (see ``program_file``), and writes
 
 - ``result.json``: memory figures and seconds, or ``error`` and its kind: "memory", "topology"
   (libtpu does not know the slice), "names" (this jax lacks a name), or the exception's type;
-- ``scheduled.txt``: the scheduled program;
+- ``scheduled.pb``: the scheduled program, an ``HloModuleProto``;
 - ``dump/``: what XLA wrote while compiling.
 """
 
@@ -77,7 +77,8 @@ def main(folder: Path, parent: int) -> None:
         TPU_SKIP_MDS_QUERY="1",  # this is not a TPU host
         JAX_PLATFORMS="cpu",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",  # else a lock file allows one process a machine
-        XLA_FLAGS=f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text",
+        # As text for the buffer assignment, of which libtpu writes no proto.
+        XLA_FLAGS=f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_proto --xla_dump_hlo_as_text",
         LIBTPU_INIT_ARGS=request["arguments"],
         TPU_MIN_LOG_LEVEL="3",
     )
@@ -141,7 +142,8 @@ def compile_step(folder: Path, request: dict) -> dict:
             executable = compile(jax.module_to_bytecode(module), where, options)
     seconds = time.monotonic() - began
     memory = executable.get_compiled_memory_stats()
-    (folder / "scheduled.txt").write_text(executable.hlo_modules()[0].to_string())
+    scheduled = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
+    (folder / "scheduled.pb").write_bytes(scheduled)
     return {
         "seconds": seconds,
         "memory": {

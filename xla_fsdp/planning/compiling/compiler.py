@@ -34,7 +34,7 @@ from ...tpu.calibration import Calibration, load_calibration
 from ...tpu.topology import Slice, resolve
 from ...wording import to_one_line
 from ..program.assignment import LIVE_RANGES
-from ..program.flops import model_flops
+from ..program.hlo import module_in
 from ..records import CompilerMemory
 from ..tracing.traced import PartitionedProgram, TracedProgram, scope_names
 from . import compile_child
@@ -42,7 +42,7 @@ from .plan_cache import CompiledStep, PlanCache
 from .progress import Progress
 
 _POLL_SECONDS = 0.1
-_FORMAT = 3  # of what is cached; raise it when that changes
+_FORMAT = 4  # of what is cached; raise it when that changes
 
 
 class CompileError(RuntimeError):
@@ -121,15 +121,10 @@ class Target:
             known.append(scope_names(code))
         parts = json.dumps([*known, request, versions], sort_keys=True)
         key = hashlib.sha256(parts.encode()).hexdigest()
-        found = kept = self.cache.read(key)
+        found = self.cache.read(key)
         if found is None:
             found = replace(self._compile(key, code, request, host), versions=versions)
-        try:
-            if found.model_flops is None:
-                found = replace(found, model_flops=model_flops(found.traced))
-        finally:  # an error there must not lose the compiled result
-            if found is not kept:
-                self.cache.write(found)
+            self.cache.write(found)
         return found
 
     def _compile(
@@ -145,19 +140,20 @@ class Target:
             refusal = result.get("error", "")
             if refusal and result["kind"] != "memory":
                 raise self._error(result["kind"], refusal)
-            assignment = _dumped(folder, "after_optimizations-buffer-assignment.txt")
+            assignment = _dumped(folder, "after_optimizations-buffer-assignment.txt").decode()
             if assignment and LIVE_RANGES not in assignment:  # libtpu 0.0.51
-                assignment += "\n" + _dumped(folder, "after_optimizations-live-range.txt")
-            scheduled = ""
+                assignment += "\n" + _dumped(folder, "after_optimizations-live-range.txt").decode()
+            scheduled = b""
             if not refusal:
-                scheduled = (folder / "scheduled.txt").read_text()
+                scheduled = (folder / "scheduled.pb").read_bytes()
             elif assignment:
-                scheduled = _dumped(folder, "after_optimizations_after_buffer_assignment.txt")
-            flags = _dumped(folder, "flagfile").splitlines()
+                name = "after_optimizations_after_buffer_assignment.hlo.pb"
+                scheduled = module_in(_dumped(folder, name))
+            flags = _dumped(folder, "flagfile").decode().splitlines()
             values = dict(line.lstrip("-").partition("=")[::2] for line in flags)
             return CompiledStep(
                 key=key,
-                traced=_dumped(folder, "before_optimizations.txt"),
+                traced=module_in(_dumped(folder, "before_optimizations.hlo.pb")),
                 scheduled=scheduled,
                 assignment=assignment,
                 memory=None if refusal else CompilerMemory(**result["memory"]),
@@ -243,8 +239,8 @@ def _output_text(output: str) -> str:
     return f". Its output: {file.name}"
 
 
-def _dumped(folder: Path, ending: str) -> str:
+def _dumped(folder: Path, ending: str) -> bytes:
     """The last file with that ending, except parts that libtpu 0.0.51 compiles for SparseCores."""
     files = sorted((folder / "dump").glob(f"*.{ending}"))
     own = [file for file in files if ".extracted." not in file.name]
-    return own[-1].read_text() if own else ""
+    return own[-1].read_bytes() if own else b""

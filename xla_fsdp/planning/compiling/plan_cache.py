@@ -10,9 +10,11 @@ import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from ...files import default_cache_folder
+from ..program.flops import model_flops
 from ..records import CompilerMemory, reader
 
 
@@ -22,19 +24,19 @@ class CompiledStep:
 
     Attributes:
         key: digest of program, slice, options and compiler versions.
-        traced: text of the program as it was passed to the compiler.
-        scheduled: without cycle estimates if the program did not fit.
+        traced: the program as it was passed to the compiler, an ``HloModuleProto``.
+        scheduled: likewise; without cycle estimates if the program did not fit.
         assignment: text of the buffer assignment.
         memory: ``None`` if the program did not fit.
         refusal: the compiler's message in that case, else "".
-        model_flops: of one step on one device; ``None`` until counted.
+        model_flops: of one step on one device; ``None``: those of ``traced``.
         options: the compiler options that were set, with the values that libtpu reports.
         host_memory: peak bytes of the compiler's process; 0 if unknown.
     """
 
     key: str
-    traced: str
-    scheduled: str
+    traced: bytes
+    scheduled: bytes
     assignment: str
     memory: CompilerMemory | None
     refusal: str
@@ -45,10 +47,9 @@ class CompiledStep:
     versions: Mapping[str, str] = field(default_factory=dict)
     host_memory: int = 0
 
-    @property
+    @cached_property
     def flops(self) -> float:
-        assert self.model_flops is not None
-        return self.model_flops
+        return model_flops(self.traced) if self.model_flops is None else self.model_flops
 
 
 class PlanCache:
@@ -85,7 +86,8 @@ class PlanCache:
     def write(self, step: CompiledStep) -> None:
         if self._folder is None:
             return
-        content = gzip.compress(json.dumps(asdict(step)).encode(), compresslevel=4)
+        text = json.dumps(asdict(step), default=lambda data: data.decode("latin-1"))
+        content = gzip.compress(text.encode(), compresslevel=4)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_whole(self._folder / f"{step.key}.json.gz", content)

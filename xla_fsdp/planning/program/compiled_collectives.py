@@ -8,67 +8,22 @@ it begins, and a ``custom-call-done``.
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from ...tpu.links import wire_bytes
 from ...tpu.slices import Groups
 from ..records import KINDS, CompiledCollective
-from .hlo import HloComputation, HloModule, Instruction, Shape, Tuple, leaves, numbers
+from .hlo import HloModule, Instruction, Shape, Tuple, leaves
 from .places import InlinedSchedule, Place
 from .scopes import asked, parse_scope
 
 # A rare kind counts as one that sends about the same bytes.
 _KINDS = {**{kind: kind for kind in KINDS}, "ragged-all-to-all": "all-to-all"}
 # A collective between slices is a send and a receive with the same name; ONE_TO_ONE is a permute.
-_MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
-_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}')
-_START, _DONE = '"AsyncCollectiveStart"', '"AsyncCollectiveDone"'
+_MEGASCALE, _SLICES = "_xla_megascale_transfer_type", "_xla_megascale_target"
+_RENDEZVOUS = "_xla_host_transfer_rendezvous"
+_START, _DONE = b"AsyncCollectiveStart", b"AsyncCollectiveDone"
 _BY_CALL = ("async-start", "custom-call-start")
-
-_GROUP = re.compile(r"\{([\d,\s]*)\}")
-_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"mesh\[((?:'\w+'=\d+,?)+)\] \{((?:'\w+',?)*)\}")
-
-
-def parse_groups(text: str) -> Groups:
-    """Parse groups: ``{{0,1},{2,3}}``, ``[2,2]<=[2,2]T(1,0)`` or ``mesh['a'=2,'b'=2] {'b'}``.
-
-    The second: reshape numbers from 0 to the list after ``<=``, transpose, and split into rows. The
-    third (libtpu 0.0.51): reshape them to the mesh; a group differs only in the named axes.
-    """
-    text = text.strip()
-    if mesh := _MESH.fullmatch(text):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        along = re.findall(r"'(\w+)'", mesh[2])
-        if not set(along) <= set(sizes) or len(set(along)) < len(along):
-            raise ValueError(f"replica groups along {along} do not fit the mesh {mesh[1]!r}")
-        order = [
-            list(sizes).index(name) for name in (*(n for n in sizes if n not in along), *along)
-        ]
-        width = math.prod(sizes[name] for name in along)
-        return _iota_groups(list(sizes.values()), order, width)
-    if iota := _IOTA.fullmatch(text):
-        *several, width = numbers(iota[1])  # a single number means one group
-        dims = numbers(iota[2])
-        order = list(numbers(iota[3]) if iota[3] else range(len(dims)))
-        if sorted(order) != list(range(len(dims))) or math.prod(dims) != math.prod(several) * width:
-            raise ValueError(f"replica groups {text!r} have inconsistent sizes")
-        return _iota_groups(dims, order, width)
-    if text and not re.fullmatch(r"\{(\s*\{[\d,\s]*\}\s*,?)*\s*\}", text):
-        raise ValueError(f"replica groups in an unknown notation: {text[:120]!r}")
-    groups = (numbers(g) for g in _GROUP.findall(text[1:-1]))
-    return tuple(g for g in groups if g)
-
-
-def _iota_groups(dims: Sequence[int], order: Sequence[int], width: int) -> Groups:
-    numbered = np.arange(math.prod(dims)).reshape(dims).transpose(order)
-    return tuple(map(tuple, numbered.reshape(-1, width).tolist()))
 
 
 @dataclass(frozen=True)
@@ -90,7 +45,6 @@ class _Open:
 
 
 def find_collectives(line: InlinedSchedule) -> Found:
-    """Raises ValueError for groups it cannot read."""
     search = _CollectiveFinder(line)
     for place in line.places:
         search.visit(place)
@@ -106,7 +60,7 @@ def find_collectives(line: InlinedSchedule) -> Found:
 
 class _CollectiveFinder:
     def __init__(self, line: InlinedSchedule):
-        self._line, self._module = line, line.module
+        self._line = line
         # Those that run: by the place that started or forwarded them, or by what the fusions with
         # their parts share.
         self._started: dict[Place, _Open] = {}
@@ -118,11 +72,11 @@ class _CollectiveFinder:
     def visit(self, place: Place) -> None:
         instruction, opcode = place.instruction, place.instruction.opcode
         if opcode in _KINDS:
-            self._add(place, instruction, place.computation, leaves(instruction.shape))
-        elif opcode in ("send", "recv") and _MEGASCALE.search(instruction.attributes):
+            self._add(place, instruction, leaves(instruction.shape))
+        elif opcode in ("send", "recv") and _MEGASCALE in instruction.attributes:
             self._transfer(place)
         elif opcode.removesuffix("-start") in _KINDS:
-            self._add(place, instruction, place.computation, asynchronous=True)
+            self._add(place, instruction, asynchronous=True)
         elif opcode in ("fusion", *_BY_CALL):
             self._fusion(place)
         elif opcode.endswith(("-update", "-done")):
@@ -141,13 +95,12 @@ class _CollectiveFinder:
     def _transfer(self, place: Place) -> None:
         """A send starts a collective between slices; a receive has the shape of its result."""
         instruction = place.instruction
-        rendezvous = _RENDEZVOUS.search(instruction.attributes)
-        name = rendezvous[1] if rendezvous else instruction.name
+        name = instruction.attributes.get(_RENDEZVOUS, instruction.name)
         end = "operands" if instruction.opcode == "send" else "results"
         one = self._between.get(name)
         if one is None or getattr(one, end):
-            one = self._add(place, instruction, asynchronous=True)
-            self._between[name] = one
+            one = self._between[name] = self._add(place, instruction, asynchronous=True)
+            one.operands = ()
         setattr(one, end, leaves(instruction.shape)[:1])
         self.own.add(place.index)
         self._started[place] = one
@@ -155,12 +108,10 @@ class _CollectiveFinder:
     def _fusion(self, place: Place) -> None:
         inside = self._collectives_in(place.instruction)
         marks = [
-            mark
-            for one in (self._module.called_by(place.instruction).instructions if inside else ())
-            for mark in (_START, _DONE)
-            if one.opcode == "custom-call" and mark in one.attributes
+            one.message.custom_call_target
+            for one in (place.instruction.called[0].instructions if inside else ())
         ]
-        for computation, core in inside:
+        for core in inside:
             # Of equal collectives the first ends first.
             running = self._in_parts.setdefault((core.opcode, core.op_name, str(core.shape)), [])
             if _DONE in marks:
@@ -171,7 +122,7 @@ class _CollectiveFinder:
             if not started and running:
                 continue  # a part of a started collective
             results = leaves(core.shape)
-            one = self._add(place, core, computation, results, started, fused=not started)
+            one = self._add(place, core, results, started, fused=not started)
             if _START in marks:
                 running.append(one)
 
@@ -179,14 +130,11 @@ class _CollectiveFinder:
         self,
         place: Place,
         core: Instruction,
-        computation: HloComputation | None = None,
         results: tuple[Shape, ...] = (),
         asynchronous: bool = False,
         fused: bool = False,
     ) -> _Open:
-        """``computation``: that of the operands of ``core``."""
-        known = [computation.by_name[name] for name in core.operands] if computation else []
-        operands = tuple(leaf for one in known for leaf in leaves(one.shape))
+        operands = tuple(leaf for one in core.operands for leaf in leaves(one.shape))
         one = _Open(place, core, operands, results, fused, asynchronous)
         self.found.append(one)
         if asynchronous:
@@ -200,14 +148,11 @@ class _CollectiveFinder:
         one.results = one.results or results
         self.own.add(place.index)
 
-    def _collectives_in(self, instruction: Instruction) -> list[tuple[HloComputation, Instruction]]:
-        if not instruction.called:
-            return []
-        computation = self._module.called_by(instruction)
+    def _collectives_in(self, instruction: Instruction) -> list[Instruction]:
         found = []
-        for one in computation.instructions:
+        for one in instruction.called[0].instructions if instruction.called else ():
             if one.opcode in _KINDS:
-                found.append((computation, one))
+                found.append(one)
             elif one.opcode == "fusion":
                 found += self._collectives_in(one)
         return found
@@ -215,9 +160,9 @@ class _CollectiveFinder:
 
 def _record(module: HloModule, one: _Open, last: int) -> CompiledCollective:
     core, instruction = one.core, one.place.instruction
-    between = _MEGASCALE.search(core.attributes) if core.opcode in ("send", "recv") else None
+    between = core.attributes.get(_MEGASCALE, "") if core.opcode in ("send", "recv") else ""
     if between:
-        kind = _KINDS.get(between[1].lower().replace("_", "-"), "collective-permute")
+        kind = _KINDS.get(between.lower().replace("_", "-"), "collective-permute")
     else:
         kind = _KINDS[core.opcode.removesuffix("-start")]
     emitter = _emitter(core) or _emitter(instruction)
@@ -225,12 +170,11 @@ def _record(module: HloModule, one: _Open, last: int) -> CompiledCollective:
         kind = "reduce-scatter"
     if between:
         # Of the same device in every slice; the program numbers those of one slice.
-        found, devices = _SLICES.search(core.attributes), module.devices
-        slices = range(len(found[1].split(",")) if found else 1)
+        named = core.attributes.get(_SLICES, "").partition("}")[0]  # "{1,2}x{0:3}"
+        devices, slices = module.devices, range(named.count(",") + 1)
         groups: Groups = tuple(tuple(d + s * devices for s in slices) for d in range(devices))
     else:
-        pairs = core.attribute("source_target_pairs")
-        groups = parse_groups(core.attribute("replica_groups") or "" if pairs is None else pairs)
+        groups = core.groups
     if kind == "collective-permute":
         size = 2
     else:
@@ -242,8 +186,7 @@ def _record(module: HloModule, one: _Open, last: int) -> CompiledCollective:
     largest = max((*one.operands, *results), key=lambda s: s.bytes, default=None)
     names = [core.op_name, instruction.op_name]
     # Merged collectives have names only in the computation that adds.
-    reducer = module.computations.get((core.attribute("to_apply") or "").lstrip("%"))
-    names += [i.op_name for i in reducer.instructions] if reducer else []
+    names += [i.op_name for reducer in core.called for i in reducer.instructions]
     labels = [label for label in map(parse_scope, names) if any(label)] or [("", "")]
     return CompiledCollective(
         index=one.place.index,
@@ -279,8 +222,5 @@ def _emitter(instruction: Instruction) -> str:
 def _scatters(module: HloModule, one: _Open, emitter: str) -> bool:
     if "AllReduceScatter" in emitter:
         return True
-    for computation in module.computations.values():
-        if computation.by_name.get(one.core.name) is one.core:
-            users = [i for i in computation.instructions if one.core.name in i.operands]
-            return bool(users) and all(i.opcode == "dynamic-slice" for i in users)
-    return False
+    users = [i for i in module.instructions if one.core in i.operands]
+    return bool(users) and all(i.opcode == "dynamic-slice" for i in users)

@@ -9,60 +9,51 @@ Recomputation does not count (Chowdhery et al., "PaLM", appendix B).
 from __future__ import annotations
 
 import math
-import re
 
 from ...tpu.chips import HEAD_DIM, LANES, LARGEST_HEAD_DIM, Chip
-from .hlo import HloComputation, Instruction, leaves, numbers, parse_module
+from .hlo import HloModule, Instruction, leaves, parse_module
 from .places import inline_schedule
+from .scopes import parse_scope
 
-_CONTRACTING = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
-_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
 _AGAIN = "recompute["
 _NOT_FORWARD = ("backward[", "optimizer[")
-_KERNEL = 'custom_call_target="tpu_custom_call"'
+_KERNEL = b"tpu_custom_call"
 # Set by xla_fsdp.layers.jax_call: FLOPs of the model, if fewer than the kernel's.
 _MODEL_FLOPS = "xla_fsdp_model_flops"
-_DILATED = re.compile(r"lhs_dilate=([\dx]+)")
 
 
-def model_flops(traced: str) -> float:
+def model_flops(traced: bytes) -> float:
     """Model FLOPs of one step on one device; a frozen and the first layer also count three times.
 
-    Raises ValueError if ``traced`` is not HLO.
+    Raises ValueError if ``traced`` is not an HloModuleProto.
     """
     forward = everything = 0.0
     for place in inline_schedule(parse_module(traced)).places:
-        flops = flops_of(place.computation, place.instruction) * place.times
+        flops = flops_of(place.instruction) * place.times
         if flops and _AGAIN not in place.path:
             everything += flops
             if not any(part in place.path for part in _NOT_FORWARD):
                 forward += flops
     # A step without modules has no names.
-    return 3 * forward if "backward[" in traced else everything
+    return 3 * forward if b"backward[" in traced else everything
 
 
-def flops_of(computation: HloComputation, instruction: Instruction) -> float:
+def flops_of(instruction: Instruction) -> float:
     """FLOPs of one execution, without those of computations that it calls."""
     if instruction.opcode == "dot":
-        left = _dims_of(computation.by_name[instruction.operands[0]])
-        contracting = _CONTRACTING.search(instruction.attributes)
-        axes = numbers(contracting[1]) if contracting else ()
+        left = _dims_of(instruction.operands[0])
+        axes = instruction.message.dot_dimension_numbers.lhs_contracting_dimensions
         return 2.0 * math.prod(_dims_of(instruction)) * math.prod(left[axis] for axis in axes)
     if instruction.opcode == "convolution":
-        kernel = _dims_of(computation.by_name[instruction.operands[1]])
-        labels = _LABELS.search(instruction.attributes)
-        outputs = kernel[labels[2].index("o")] if labels else 1
+        kernel, numbers = _dims_of(instruction.operands[1]), instruction.message
+        outputs = kernel[numbers.convolution_dimension_numbers.kernel_output_feature_dimension]
         # Zeros between the inputs of a transposed convolution do not count.
-        spread = _DILATED.search(instruction.attributes)
-        zeros = math.prod(map(int, spread[1].split("x"))) if spread else 1
+        zeros = math.prod(window.base_dilation for window in numbers.window.dimensions)
         return 2.0 * math.prod(_dims_of(instruction)) * math.prod(kernel) / outputs / zeros
     if not is_kernel(instruction):
         return 0.0
-    for pair in (instruction.attribute("frontend_attributes") or "").strip("{}").split(","):
-        name, _, value = pair.partition("=")
-        if name.strip() == _MODEL_FLOPS:
-            return float(value.strip('"'))
-    return float(_cost(instruction).get("flops", 0))
+    cost = _cost(instruction).get("flops", "0")
+    return float(instruction.attributes.get(_MODEL_FLOPS, cost))
 
 
 def _dims_of(instruction: Instruction) -> tuple[int, ...]:
@@ -71,7 +62,7 @@ def _dims_of(instruction: Instruction) -> tuple[int, ...]:
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    return instruction.opcode == "custom-call" and _KERNEL in instruction.attributes
+    return instruction.message.custom_call_target == _KERNEL
 
 
 def kernel_cycles(instruction: Instruction, chip: Chip) -> int | None:
@@ -91,36 +82,28 @@ def _cost(instruction: Instruction) -> dict[str, str]:
     return config.get("cost_estimate") or {}
 
 
-_ATTENTION_STEP = re.compile(
-    r"= \w+\[([\d,]+)\]\S* (?:dot\(.*lhs_batch_dims=\{\d|(exponential)\().*"
-    r'op_name="(?:\w+\[[^\]"]*\][\d.]*/)*forward\['
-)
-
-
-def attention_shapes(traced: str) -> tuple[int, int, int] | None:
+def attention_shapes(module: HloModule) -> tuple[int, int, int] | None:
     """(queries, keys, head dimension) of the first attention in the forward.
 
     Attention is two batched matmuls with an exponential of the first result's size between them.
     """
     scores: tuple[int, ...] = ()
     softmax = False
-    for line in traced.splitlines():
-        found = _ATTENTION_STEP.search(line)
-        if found is None:
+    for one in module.instructions:
+        if parse_scope(one.op_name)[0] != "forward":
             continue
-        dims = tuple(int(number) for number in found[1].split(","))
-        if found[2]:
-            softmax = softmax or math.prod(dims) == math.prod(scores)
-        elif softmax:
-            return scores[-2], scores[-1], dims[-1]
-        else:
-            scores = dims
+        if one.opcode == "exponential":
+            softmax = softmax or math.prod(_dims_of(one)) == math.prod(scores)
+        elif one.opcode == "dot" and one.message.dot_dimension_numbers.lhs_batch_dimensions:
+            if softmax:
+                return scores[-2], scores[-1], _dims_of(one)[-1]
+            scores = _dims_of(one)
     return None
 
 
-def why_no_kernel(traced: str, chip: Chip) -> str:
+def why_no_kernel(traced: bytes, chip: Chip) -> str:
     """Why attention cannot use a kernel, or "" if it can or if there is none."""
-    found = attention_shapes(traced)
+    found = attention_shapes(parse_module(traced))
     if found is None:
         return ""
     *lengths, dim = found

@@ -1,44 +1,90 @@
-"""Parses the text of an HLO module (``HloModule.to_string()``)."""
+"""Reads a program of XLA: a serialized ``HloModuleProto`` (xla/service/hlo.proto)."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from ...tpu.slices import Groups
+from ..protobuf import message_classes
 
 HBM, HOST = 0, 5  # memory spaces; layouts that name none are in HBM
 
-# A tuple's shape ends at the first ")" before an opcode: inside, ")" precedes a comma, a brace or
-# another ")".
-_ARRAY_THEN_OPCODE = re.compile(r"(\w+\[[^\]]*\](?:\{[^}]*\})?) ([a-z][\w-]*)\(")
-_TUPLE_THEN_OPCODE = re.compile(r"\) ([a-z][\w-]*)\(")
-_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=%]+) = ")
-_COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(%]+) .*\{\s*$")
-_CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
-    r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
-)
-_FIELD = re.compile(r'\b(\w+)=("(?:[^"\\]|\\.)*"|-?\d+)')
-# An entire string, or one bracket.
-_NESTING = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
+# Fields of XLA's hlo.proto and xla_data.proto; strings are bytes, enumerations and lists of bools
+# are numbers. Shapes stay bytes, of which most are equal. libtpu 0.0.51 and 0.0.21 write replica
+# groups into different fields.
+_MESSAGES = {
+    "HloProto": ["hlo_module bytes 1"],
+    "HloModule": ["name bytes 1", "entry_computation_id int64 6", "computations Computation* 3",
+                  "schedule Schedule 7", "device_assignment DeviceAssignment 15"],
+    "Schedule": ["sequences SequencesEntry* 1"],
+    "SequencesEntry": ["key int64 1", "value Ids 2"],
+    "Ids": ["ids int64* 1"],
+    "DeviceAssignment": ["replica_count int64 1", "computation_count int64 2"],
+    "Computation": ["instructions Instruction* 2", "id int64 5", "root_id int64 6"],
+    "Instruction": ["name bytes 1", "opcode bytes 2", "shape bytes 3", "metadata Metadata 7",
+                    "literal Literal 8", "parameter_number int64 9", "tuple_index int64 13",
+                    "window Window 15", "convolution_dimension_numbers Convolution 16",
+                    "custom_call_target bytes 28", "dot_dimension_numbers Dot 30", "id int64 35",
+                    "operand_ids int64* 36", "called_computation_ids int64* 38",
+                    "backend_config bytes 43", "replica_groups Ids* 49",
+                    "source_target_pairs Pair* 52", "comparison_direction bytes 63",
+                    "frontend_attributes Attributes 68", "collective_device_list DeviceList 87",
+                    "iota_collective_device_list Iota 92",
+                    "mesh_axes_replica_group_list MeshAxes 93"],
+    "Shape": ["element_type int64 2", "dimensions int64* 3", "tuple_shapes bytes* 4",
+              "layout Layout 5"],
+    "Layout": ["minor_to_major int64* 1", "element_size_in_bits int64 7", "memory_space int64 8"],
+    "Metadata": ["op_name bytes 2"],
+    "Literal": ["preds int64* 2", "u8s bytes 3", "s32s int64* 4", "s64s int64* 5", "u32s int64* 6",
+                "u64s uint64* 7", "s8s bytes 15", "u16s bytes 16", "s16s bytes 17"],
+    "Window": ["dimensions WindowDimension* 1"],
+    "WindowDimension": ["size int64 1", "stride int64 2", "padding_low int64 3",
+                        "padding_high int64 4", "base_dilation int64 6"],
+    "Convolution": ["kernel_output_feature_dimension int64 4"],
+    "Dot": ["lhs_contracting_dimensions int64* 1", "lhs_batch_dimensions int64* 3"],
+    "Pair": ["source int64 1", "target int64 2"],
+    "Attributes": ["map MapEntry* 1"],
+    "MapEntry": ["key bytes 1", "value bytes 2"],
+    "DeviceList": ["replica_groups Ids* 1", "iota_replica_group_list Iota 2"],
+    "Iota": ["num_devices_per_group int64 2", "iota_reshape_dims int64* 3",
+             "iota_transpose_perm int64* 4"],
+    "MeshAxes": ["mesh Mesh 1", "axes AxisRef* 2"],
+    "Mesh": ["axes MeshAxis* 1"],
+    "MeshAxis": ["size int64 2"],
+    "AxisRef": ["mesh_axis_index int64 1"],
+}  # fmt: skip
+_NEWEST_FIELD = 93  # of an instruction, in the tested compilers
+# By their numbers in xla_data.proto.
+_DTYPES = (
+    "invalid pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128"
+    " f8e5m2 f8e4m3fn s4 u4 f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1"
+    " f4e2m1fn f8e8m0fnu"
+).split()
+_TUPLE = _DTYPES.index("tuple")
 
-_SHAPE = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
-_SPACE = re.compile(r"S\((\d+)\)")
-_ELEMENT_BITS = re.compile(r"E\((\d+)\)")
+
+@cache
+def messages() -> Mapping[str, Any]:
+    return message_classes("xla_fsdp.hlo", _MESSAGES)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``layout``: order in memory and tiles, such as ``1,0:T(8,128)``. ``space``: 0 HBM, 1 VMEM,
-    2 synchronisation flags, 4 and 6 scalar memories, 5 the host. ``bits``: 0 for tokens.
+    """``order``: axes in memory, the fastest first. ``space``: 0 HBM, 1 VMEM, 2 synchronisation
+    flags, 4 and 6 scalar memories, 5 the host. ``bits``: 0 for tokens.
     """
 
     dtype: str
     dims: tuple[int, ...]
-    layout: str = ""
+    order: tuple[int, ...] = ()
     space: int = HBM
     bits: int = 0
 
@@ -65,242 +111,172 @@ def leaves(shape: Shape | Tuple) -> tuple[Shape, ...]:
 
 
 @lru_cache(maxsize=1 << 14)
-def read_shape(text: str) -> Shape | Tuple:
-    """Raises ValueError if ``text`` is no shape."""
-    if text[:1] == "(" and text[-1] == ")":
-        return Tuple(tuple(read_shape(part.strip()) for part in _split_list(text[1:-1])))
-    found = _SHAPE.fullmatch(text)
-    if found is None:
-        raise ValueError(f"not a shape: {text[:120]!r}")
-    dtype, dims, layout = found[1], found[2], found[3] or ""
-    bits, space = _ELEMENT_BITS.search(layout), _SPACE.search(layout)
+def _shape(data: bytes) -> Shape | Tuple:
+    message = messages()["Shape"].FromString(data)
+    if message.element_type == _TUPLE:
+        return Tuple(tuple(map(_shape, message.tuple_shapes)))
+    dtype, layout = _DTYPES[message.element_type], message.layout
     in_name = re.search(r"\d+", dtype)  # f32, bf16, s4, f8e4m3fn, c64
     usual = 8 if dtype == "pred" else int(in_name[0]) if in_name else 0
-    return Shape(
-        dtype=dtype,
-        # "<=8" is a bounded dimension.
-        dims=tuple(int(d.strip().lstrip("<=").replace("?", "0")) for d in dims.split(",") if d),
-        layout=layout,
-        space=int(space[1]) if space else HBM,
-        bits=int(bits[1]) if bits else usual,
-    )
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in text.replace(",", " ").split())
+    dims, order = tuple(message.dimensions), tuple(layout.minor_to_major)
+    return Shape(dtype, dims, order, layout.memory_space, layout.element_size_in_bits or usual)
 
 
 @dataclass(eq=False)
 class Instruction:
-    """``operands`` are names; a parameter or constant has its text there. ``attributes`` is
-    everything after the operands, as written.
+    """``message``: its ``HloInstructionProto``. An asynchronous operation has the opcode and the
+    computations of the operation inside, such as ``slice-start``, as in the text of HLO.
     """
 
     name: str
     opcode: str
     shape: Shape | Tuple
-    operands: tuple[str, ...]
-    attributes: str
-    is_root: bool = False
-
-    @cached_property
-    def called(self) -> tuple[str, ...]:
-        names = []
-        for found in _CALLED.findall(self.attributes):
-            names += [n.strip().lstrip("%") for n in found.strip("{}").split(",") if n.strip()]
-        return tuple(names)
+    operands: tuple[Instruction, ...]
+    called: tuple[HloComputation, ...]
+    message: Any
 
     @cached_property
     def op_name(self) -> str:
-        fields = dict(_FIELD.findall(self.attribute("metadata") or ""))
-        return _unescape(fields.get("op_name", "")[1:-1])
+        return _utf8(self.message.metadata.op_name)
+
+    @cached_property
+    def attributes(self) -> Mapping[str, str]:
+        """The frontend attributes."""
+        entries = self.message.frontend_attributes.map
+        return {_utf8(entry.key): _utf8(entry.value) for entry in entries}
 
     @cached_property
     def backend_config(self) -> Mapping:
         """Empty if there is none, or if it is not JSON."""
-        text = self.attribute("backend_config") or ""
-        if text.startswith('"'):  # older printers quote it
-            text = _unescape(text[1:-1])
         try:
-            value = json.loads(text)
+            value = json.loads(self.message.backend_config)
         except ValueError:
             return {}
         return value if isinstance(value, dict) else {}
 
-    def attribute(self, key: str) -> str | None:
-        text = self.attributes
-        at = -1
-        while (at := text.find(key + "=", at + 1)) >= 0:
-            if at == 0 or text[at - 1] in ", ":
-                start = at + len(key) + 1
-                return text[start : _end_of_item(text, start)].strip()
-        return None
+    @property
+    def groups(self) -> Groups:
+        """The groups of devices of a collective; empty: all devices are one."""
+        message, listed = self.message, self.message.collective_device_list
+        if message.source_target_pairs:
+            return tuple((pair.source, pair.target) for pair in message.source_target_pairs)
+        if message.HasField("mesh_axes_replica_group_list"):
+            mesh = message.mesh_axes_replica_group_list
+            self._require_known_fields(mesh, mesh.mesh, *mesh.axes)
+            sizes = [axis.size for axis in mesh.mesh.axes]
+            along = [axis.mesh_axis_index for axis in mesh.axes]
+            order = [axis for axis in range(len(sizes)) if axis not in along] + along
+            return _iota_groups(sizes, order, math.prod(sizes[axis] for axis in along))
+        for iota in (message.iota_collective_device_list, listed.iota_replica_group_list):
+            if iota.iota_reshape_dims:
+                order = list(iota.iota_transpose_perm)
+                return _iota_groups(iota.iota_reshape_dims, order, iota.num_devices_per_group)
+        groups = message.replica_groups or listed.replica_groups
+        if not groups:
+            self._require_known_fields(listed)
+        return tuple(tuple(group.ids) for group in groups if group.ids)
+
+    def _require_known_fields(self, *parts: Any) -> None:
+        """Raises ValueError for fields that XLA added later, which may change the groups."""
+        from google.protobuf.unknown_fields import UnknownFieldSet  # the plan extra
+
+        later = [f.field_number for f in UnknownFieldSet(self.message)]
+        found = [number for number in later if number > _NEWEST_FIELD]
+        found += [field.field_number for part in parts for field in UnknownFieldSet(part)]
+        if found:
+            raise ValueError(
+                f"the {self.opcode} {self.name} has fields that this release does not know "
+                f"({found}), so its groups of devices are unknown. Plan with a tested compiler "
+                "(compiler=)"
+            )
+
+
+def _iota_groups(dims: Sequence[int], order: Sequence[int], width: int) -> Groups:
+    """Numbers from 0 on in the shape ``dims``, transposed, in rows of ``width``."""
+    numbered = np.arange(math.prod(dims)).reshape(dims).transpose(order)
+    return tuple(map(tuple, numbered.reshape(-1, width).tolist()))
 
 
 @dataclass(eq=False)
 class HloComputation:
-    """Instructions in the order of the text (the schedule, if scheduled)."""
+    """``instructions``: in the order of the schedule, if there is one."""
 
-    name: str
-    instructions: list[Instruction]
-
-    @cached_property
-    def by_name(self) -> Mapping[str, Instruction]:
-        return {i.name: i for i in self.instructions}
-
-    @cached_property
-    def root(self) -> Instruction:
-        return next((i for i in self.instructions if i.is_root), self.instructions[-1])
+    instructions: Sequence[Instruction]
+    root: Instruction
 
     @cached_property
     def parameters(self) -> tuple[Instruction, ...]:
         """In the order of their numbers."""
         found = [i for i in self.instructions if i.opcode == "parameter"]
-        return tuple(sorted(found, key=lambda i: int(i.operands[0])))
+        return tuple(sorted(found, key=lambda i: i.message.parameter_number))
 
 
 @dataclass(eq=False)
 class HloModule:
-    """``devices``: the number of devices that run it."""
+    """``instructions``: of all computations. ``devices``: the number of devices that run it."""
 
     name: str
-    computations: Mapping[str, HloComputation]
+    instructions: Sequence[Instruction]
     entry: HloComputation
     devices: int
     scheduled: bool
 
-    def called_by(self, instruction: Instruction) -> HloComputation:
-        """The first computation that it calls; ValueError if there is none."""
-        name = instruction.called[0] if instruction.called else None
-        return self.named(name, instruction)
 
-    def named(self, name: str | None, user: Instruction) -> HloComputation:
-        """The computation ``name`` that ``user`` calls; ValueError if there is none."""
-        if name is None or name not in self.computations:
-            raise ValueError(f"{user.opcode} {user.name} calls {name!r}, which is not defined")
-        return self.computations[name]
+def parse_module(program: bytes) -> HloModule:
+    """Raises ValueError if ``program`` is not a serialized HloModuleProto."""
+    from google.protobuf.message import DecodeError  # the plan extra
+
+    try:
+        return _module(messages()["HloModule"].FromString(program))
+    except (DecodeError, LookupError, RecursionError) as error:
+        raise ValueError("not an HLO module, or damaged") from error
 
 
-def parse_module(text: str) -> HloModule:
-    """Raises ValueError, with the line, if the text is not HLO."""
-    lines = text.splitlines()
-    header = next((line for line in lines if line.startswith("HloModule ")), None)
-    if header is None:
-        raise ValueError(f"no line starts with 'HloModule': {text[:80]!r} is not an HLO module")
-    computations: dict[str, HloComputation] = {}
-    entry = current = None
-    defined: dict[str, Shape | Tuple] = {}
-    for line in _join_lines(lines):
-        if current is None:
-            if line[:1] not in (" ", "") and (found := _COMPUTATION.match(line)):
-                current, defined = HloComputation(found[2], []), {}
-                computations[found[2]] = current
-                entry = current if found[1] else entry
-        elif line.startswith("}"):
-            current = None
-        elif line.strip():
-            instruction = _instruction(line)
-            if any("#" in name for name in instruction.operands):
-                current.instructions += _elements(instruction, defined)
-            current.instructions.append(instruction)
-            defined[instruction.name] = instruction.shape
-    if entry is None:
-        raise ValueError(f"the module {header[:80]!r} has no ENTRY computation")
-    counts = dict(_FIELD.findall(header))
+def module_in(proto: bytes) -> bytes:
+    """The HloModuleProto in a serialized HloProto."""
+    content: bytes = messages()["HloProto"].FromString(proto).hlo_module
+    return content
+
+
+def _module(module: Any) -> HloModule:
+    orders = {entry.key: entry.value.ids for entry in module.schedule.sequences}
+    computations: dict[int, HloComputation] = {}  # those that others call come first
+    for computation in module.computations:
+        messages = {message.id: message for message in computation.instructions}
+        known: dict[int, Instruction] = {}
+        for number in orders.get(computation.id, messages):
+            message = messages[number]
+            operands = tuple(known[operand] for operand in message.operand_ids)
+            called = tuple(computations[one] for one in message.called_computation_ids)
+            opcode, called = _unwrapped(_utf8(message.opcode), operands, called)
+            shape = _shape(message.shape)
+            name = _utf8(message.name)
+            known[number] = Instruction(name, opcode, shape, operands, called, message)
+        instructions = list(known.values())
+        computations[computation.id] = HloComputation(instructions, known[computation.root_id])
+    assigned = module.device_assignment
     return HloModule(
-        name=header.split()[1].rstrip(","),
-        computations=computations,
-        entry=entry,
-        devices=int(counts.get("replica_count", 1)) * int(counts.get("num_partitions", 1)),
-        scheduled="is_scheduled=true" in header,
+        name=_utf8(module.name),
+        instructions=[i for one in computations.values() for i in one.instructions],
+        entry=computations[module.entry_computation_id],
+        devices=max(assigned.replica_count, 1) * max(assigned.computation_count, 1),
+        scheduled=bool(orders),
     )
 
 
-def _join_lines(lines: list[str]) -> Iterator[str]:
-    """Yield lines, joined with those that continue an instruction (a constant, a string)."""
-    pending = ""
-    for line in lines:
-        begins = line[:1] == " " and _INSTRUCTION.match(line) is not None
-        if pending and not begins and not line.startswith("}"):
-            pending += "\n" + line
-            continue
-        if pending:
-            yield pending
-        pending = line if begins else ""
-        if not begins:
-            yield line
-    if pending:
-        yield pending
+def _unwrapped(
+    opcode: str, operands: Sequence[Instruction], called: tuple[HloComputation, ...]
+) -> tuple[str, tuple[HloComputation, ...]]:
+    kind, _, end = opcode.partition("-")
+    if kind != "async":
+        return opcode, called
+    if end != "start":
+        return f"{operands[0].opcode.rpartition('-')[0]}-{end}", called
+    inside = called[0].root
+    if len(called[0].instructions) > len(inside.operands) + 1:
+        return opcode, called
+    return f"{inside.opcode}-{end}", inside.called
 
 
-def _instruction(line: str) -> Instruction:
-    head = _INSTRUCTION.match(line)
-    start = head.end() if head else 0
-    if head and line[start] == "(":
-        found = _TUPLE_THEN_OPCODE.search(line, start)
-        shape_text, opcode = (line[start : found.start() + 1], found[1]) if found else ("", "")
-    else:
-        found = _ARRAY_THEN_OPCODE.match(line, start)
-        shape_text, opcode = (found[1], found[2]) if found else ("", "")
-    stop = _end_of_item(line, found.end(), ends="") if found else len(line)
-    if head is None or found is None or stop == len(line):  # a bracket is not closed
-        raise ValueError(f"not an HLO instruction: {line.strip()[:120]!r}")
-    inside = line[found.end() : stop]
-    if opcode in ("parameter", "constant"):
-        operands: tuple[str, ...] = (inside.strip(),)
-    else:
-        # Some printers put the shape before the name.
-        operands = tuple(item.split()[-1].lstrip("%") for item in _split_list(inside))
-    rest = line[stop + 1 :].lstrip(", ")
-    return Instruction(head[2], opcode, read_shape(shape_text), operands, rest, bool(head[1]))
-
-
-def _elements(user: Instruction, defined: dict[str, Shape | Tuple]) -> list[Instruction]:
-    """The elements of tuples among the operands: libtpu 0.0.51 writes ``%x#1`` for element 1 of
-    ``%x``, without an instruction for it.
-    """
-    found: list[Instruction] = []
-    if user.opcode in ("parameter", "constant"):
-        return found
-    for name in user.operands:
-        of, mark, number = name.rpartition("#")
-        if not mark or name in defined:
-            continue
-        whole = defined.get(of)
-        if not isinstance(whole, Tuple) or int(number) >= len(whole.parts):
-            raise ValueError(f"{user.name} uses {name!r}, which is not defined")
-        shape = defined[name] = whole.parts[int(number)]
-        found.append(Instruction(name, "get-tuple-element", shape, (of,), f"index={number}"))
-    return found
-
-
-def _end_of_item(text: str, start: int, ends: str = ",") -> int:
-    """The end of the list item at ``start``: at ``ends``, or at the end of the list."""
-    depth = 0
-    for token in _NESTING.finditer(text, start):
-        if token[0] in "({[":
-            depth += 1
-        elif token[0] in ")}]":
-            depth -= 1
-            if depth < 0:
-                return token.start()
-        elif token[0] == ends and depth == 0:
-            return token.start()
-    return len(text)
-
-
-def _split_list(text: str) -> list[str]:
-    """The items of a list, without comments."""
-    if "/*" in text:
-        text = re.sub(r"/\*.*?\*/", "", text)
-    items = []
-    start = 0
-    while start < len(text):
-        end = _end_of_item(text, start)
-        items.append(text[start:end])
-        start = end + 1
-    return [item for item in items if item.strip()]
-
-
-def _unescape(text: str) -> str:
-    return re.sub(r"\\(.)", r"\1", text) if "\\" in text else text
+def _utf8(data: bytes) -> str:
+    return data.decode("utf-8", "replace")

@@ -13,20 +13,17 @@ import numpy as np
 
 from .hlo import HloComputation, HloModule, Instruction, Shape, Tuple, leaves
 
-_WITHOUT_OPERANDS = ("parameter", "constant")  # with a number or a literal instead
-
 
 @dataclass(eq=False)
 class Place:
     """An instruction in the schedule, which runs ``times`` times.
 
-    ``scope`` numbers the calls of ``computation``. ``path``: its ``op_name`` after those of its
+    ``scope`` numbers the calls of its computation. ``path``: its ``op_name`` after those of its
     callers. ``caller``: the outermost of the ``call`` instructions around it, up to a loop.
     """
 
     index: int
     instruction: Instruction
-    computation: HloComputation
     scope: int
     times: int
     path: str
@@ -42,20 +39,18 @@ class InlinedSchedule:
     notes: list[str]
 
     @cached_property
-    def _by_name(self) -> Mapping[tuple[int, str], Place]:
-        return {(place.scope, place.instruction.name): place for place in self.places}
+    def _places(self) -> Mapping[tuple[int, Instruction], Place]:
+        return {(place.scope, place.instruction): place for place in self.places}
 
     def operands(self, place: Place) -> list[Place]:
-        if place.instruction.opcode in _WITHOUT_OPERANDS:
-            return []
-        return [self._by_name[place.scope, name] for name in place.instruction.operands]
+        return [self._places[place.scope, operand] for operand in place.instruction.operands]
 
 
 def inline_schedule(module: HloModule) -> InlinedSchedule:
     """List the instructions of a scheduled module in one sequence.
 
     A loop precedes its condition and body; an unknown trip count is assumed to be 1, with a note.
-    All branches are included. Raises ValueError for an undefined operand or computation.
+    All branches are included.
     """
     line = InlinedSchedule(module, [], [])
     scopes = iter(range(1, 1 << 60))
@@ -64,38 +59,26 @@ def inline_schedule(module: HloModule) -> InlinedSchedule:
         computation: HloComputation, scope: int, times: int, path: str, caller: Instruction | None
     ) -> None:
         for instruction in computation.instructions:
-            if instruction.opcode not in _WITHOUT_OPERANDS:
-                for name in instruction.operands:
-                    if name not in computation.by_name:
-                        raise ValueError(f"{instruction.name} uses {name!r}, which is not defined")
             inside = f"{path}/{instruction.op_name}"
             index = len(line.places)
-            place = Place(index, instruction, computation, scope, times, inside, caller)
-            line.places.append(place)
+            line.places.append(Place(index, instruction, scope, times, inside, caller))
             if instruction.opcode not in ("while", "conditional", "call"):
                 continue
-            inner = times
+            inner, called = times, instruction.called
             if instruction.opcode == "conditional":
                 line.notes.append(f"all branches of {instruction.name} are counted")
             if instruction.opcode == "while":
-                trips = trip_count(module, computation, instruction)
+                trips = trip_count(computation, instruction)
                 if trips is None:
                     line.notes.append(f"trip count of {instruction.name} is unknown, assumed 1")
                 inner = times * (1 if trips is None else trips)
-                called = _condition_and_body(module, instruction)
-            else:
-                called = [module.named(name, instruction) for name in instruction.called]
+                called = called[::-1]
             outermost = (caller or instruction) if instruction.opcode == "call" else None
             for one in called:
                 add(one, next(scopes), inner, inside, outermost)
 
     add(module.entry, 0, 1, "", None)
     return line
-
-
-def _condition_and_body(module: HloModule, loop: Instruction) -> list[HloComputation]:
-    keys = ("condition", "body")
-    return [module.named((loop.attribute(key) or "").lstrip("%"), loop) for key in keys]
 
 
 # A trip count is found by executing the loop's integers: the compiler splits a counter of 64 bits
@@ -116,15 +99,13 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({
 })  # fmt: skip
 
 
-def trip_count(module: HloModule, computation: HloComputation, loop: Instruction) -> int | None:
-    """The trip count of a while loop; ``None`` if unknown. Raises ValueError if a computation is
-    missing.
-    """
+def trip_count(computation: HloComputation, loop: Instruction) -> int | None:
+    """The trip count of a while loop; ``None`` if unknown."""
     known = loop.backend_config.get("known_trip_count", {})
     if isinstance(known, dict) and str(known.get("n", "")).isdigit():
         return int(known["n"])
-    condition, body = _condition_and_body(module, loop)
-    integers = _Integers(module)
+    body, condition = loop.called
+    integers = _Integers()
     state = integers.values(computation, ()).get(loop.operands[0])
     for trip in range(_LIMIT):
         more = integers.result(condition, [state])
@@ -137,38 +118,39 @@ def trip_count(module: HloModule, computation: HloComputation, loop: Instruction
 class _Integers:
     """Executes computations; only integers and tuples of them are known, other values are None."""
 
-    def __init__(self, module: HloModule) -> None:
-        self._module = module
-        self._instructions: dict[str, list[Instruction]] = {}  # those with integers
+    def __init__(self) -> None:
+        # Those with integers.
+        self._instructions: dict[HloComputation, list[Instruction]] = {}
 
     def result(self, computation: HloComputation, arguments: Sequence[Any]) -> Any:
-        return self.values(computation, arguments).get(computation.root.name)
+        return self.values(computation, arguments).get(computation.root)
 
-    def values(self, computation: HloComputation, arguments: Sequence[Any]) -> dict[str, Any]:
-        name = computation.name
-        if name not in self._instructions:
-            self._instructions[name] = [
+    def values(
+        self, computation: HloComputation, arguments: Sequence[Any]
+    ) -> dict[Instruction, Any]:
+        if computation not in self._instructions:
+            self._instructions[computation] = [
                 one for one in computation.instructions if any(map(_dtype, leaves(one.shape)))
             ]
-        values: dict[str, Any] = {}
-        for one in self._instructions[name]:
+        values: dict[Instruction, Any] = {}
+        for one in self._instructions[computation]:
             if one.opcode == "parameter":
-                number = int(one.operands[0])
-                values[one.name] = arguments[number] if number < len(arguments) else None
+                number = one.message.parameter_number
+                values[one] = arguments[number] if number < len(arguments) else None
             else:
-                values[one.name] = self._value(one, [values.get(name) for name in one.operands])
+                values[one] = self._value(one, [values.get(operand) for operand in one.operands])
         return values
 
     def _value(self, instruction: Instruction, operands: Sequence[Any]) -> Any:
         opcode = instruction.opcode
         if opcode in ("fusion", "call"):
-            return self.result(self._module.called_by(instruction), operands)
+            return self.result(instruction.called[0], operands)
         if opcode == "tuple":
             return tuple(operands)
         if opcode == "copy-start":  # (result, operand, context)
             return operands[0], operands[0], None
         if opcode in ("get-tuple-element", "copy-done"):
-            index = int(instruction.attribute("index") or 0)
+            index = instruction.message.tuple_index
             return None if operands[0] is None else operands[0][index]
         if opcode in _SAME:
             return operands[0]
@@ -176,9 +158,11 @@ class _Integers:
         if dtype is None:
             return None
         if opcode == "constant":
-            literal = instruction.operands[0].strip("{ }")
-            return dtype.type(literal == "true" if dtype.kind == "b" else int(literal))
-        direction = instruction.attribute("direction") or ""
+            (shape,) = leaves(instruction.shape)
+            literal = getattr(instruction.message.literal, f"{shape.dtype}s")
+            found = np.frombuffer(literal, dtype) if isinstance(literal, bytes) else literal
+            return dtype.type(found[0])
+        direction = instruction.message.comparison_direction.decode()
         operation = _OPERATIONS.get(direction if opcode == "compare" else opcode)
         decides = {"and": False, "or": True}.get(opcode)
         if dtype.kind == "b" and decides is not None and decides in operands:

@@ -25,12 +25,11 @@ _FREE = frozenset(
 )
 # Of libtpu 0.0.21 and 0.0.51, where they have no estimate.
 _NO_ESTIMATE = (2**63 - 1, 2**64 - 1)
-_ESTIMATE = re.compile(r'"estimated_cycles":\s*"?(\d+)')
+_ESTIMATE = re.compile(rb'"estimated_cycles":\s*"?(\d+)')
 
 _COPIES = frozenset("copy slice dynamic-slice dynamic-update-slice".split())
 _CALLS = frozenset("fusion call async-start".split())
 _MATMULS = frozenset("dot convolution".split())
-_BATCHED = re.compile(r"window=\{size=(\d+) stride=(\d+) lhs_dilate=(\d+)\}")
 # These only move data, or make it without reading any.
 _MOVES = frozenset(
     "parameter constant tuple get-tuple-element bitcast copy copy-start copy-done transpose reshape"
@@ -39,26 +38,26 @@ _MOVES = frozenset(
 )
 
 
-def read_line(text: str) -> tuple[InlinedSchedule, Found, Labels]:
+def read_line(program: bytes) -> tuple[InlinedSchedule, Found, Labels]:
     """The instructions in order, the collectives, and phase and module of each instruction; raises
     ValueError as ``read_schedule``.
     """
-    module = parse_module(text)
+    module = parse_module(program)
     if not module.scheduled:
-        raise ValueError(f"module {module.name!r} is not scheduled (no is_scheduled=true)")
+        raise ValueError(f"module {module.name!r} is not scheduled")
     line = inline_schedule(module)
     found = find_collectives(line)
     return line, found, Labels(line, {c.name: (c.phase, c.module) for c in found.collectives})
 
 
 def read_schedule(
-    text: str, assignment: Assignment, arguments: Sequence[str] = (), chip: Chip | None = None
+    program: bytes, assignment: Assignment, arguments: Sequence[str] = (), chip: Chip | None = None
 ) -> Schedule:
-    """Raises ValueError if ``text`` is not HLO, or not scheduled.
+    """Raises ValueError if ``program`` is not an HloModuleProto, or not scheduled.
 
     ``arguments``: names by number, if known. ``chip``: without it, Pallas kernels have no cycles.
     """
-    line, found, labels = read_line(text)
+    line, found, labels = read_line(program)
     ops = tuple(_ops(line, found.places, labels, chip))
     buffers = _hbm_buffers(line, labels, assignment, arguments)
     change = [0] * (len(line.places) + 1)
@@ -87,17 +86,19 @@ def _estimated_cycles(instruction: Instruction) -> int:
 
     All programs seen have at most one for each instruction, so the JSON is not parsed.
     """
-    found = _ESTIMATE.search(instruction.attributes)
-    cycles = int(found[1]) if found else 0
+    cycles = _stated_cycles(instruction)
     return 0 if cycles in _NO_ESTIMATE else cycles
+
+
+def _stated_cycles(instruction: Instruction) -> int:
+    found = _ESTIMATE.search(instruction.message.backend_config)
+    return int(found[1]) if found else 0
 
 
 def _untimed(line: InlinedSchedule, chip: Chip | None) -> list[str]:
     """Notes on operations whose modelled time is missing or too short."""
     instructions = [place.instruction for place in line.places]
-    unable = sum(
-        any(f'"{most}"' in one.attributes for most in _NO_ESTIMATE) for one in instructions
-    )
+    unable = sum(_stated_cycles(one) in _NO_ESTIMATE for one in instructions)
     random = [one for one in instructions if one.opcode == "rng-bit-generator"]
     notes = []
     if unable:
@@ -134,7 +135,7 @@ def _ops(line: InlinedSchedule, taken: set[int], labels: Labels, chip: Chip | No
     for place in computing_places(line, taken):
         instruction = place.instruction
         phase, module = labels.of(instruction)
-        inside = list(_called_instructions(line.module, instruction))
+        inside = list(_called_instructions(instruction))
         matmuls = [one for one in inside if one.opcode in _MATMULS]
         if chip is not None and is_kernel(instruction):
             cycles = kernel_cycles(instruction, chip) or 0
@@ -166,13 +167,13 @@ def _work_of(inside: Sequence[Instruction], matmuls: Sequence[Instruction], scor
     return "attention" if scores and scores in sizes else "elementwise"
 
 
-def _called_instructions(module: HloModule, instruction: Instruction) -> Iterator[Instruction]:
+def _called_instructions(instruction: Instruction) -> Iterator[Instruction]:
     if instruction.opcode not in _CALLS:
         yield instruction
         return
-    for name in instruction.called:
-        for one in module.named(name, instruction).instructions:
-            yield from _called_instructions(module, one)
+    for computation in instruction.called:
+        for one in computation.instructions:
+            yield from _called_instructions(one)
 
 
 def _is_batched(matmul: Instruction) -> bool:
@@ -182,17 +183,19 @@ def _is_batched(matmul: Instruction) -> bool:
     one element of both operands at a time.
     """
     if matmul.opcode == "dot":
-        return "lhs_batch_dims={" in matmul.attributes
-    found = _BATCHED.search(matmul.attributes)
-    return found is not None and int(found[1]) == int(found[3]) == int(found[2]) + 1
+        return bool(matmul.message.dot_dimension_numbers.lhs_batch_dimensions)
+    windows = [
+        (one.size, one.base_dilation, one.stride + 1, one.padding_low + one.padding_high)
+        for one in matmul.message.window.dimensions
+    ]
+    return len(windows) == 1 and windows[0] == (windows[0][0],) * 3 + (0,)
 
 
 def _elements_of_scores(module: HloModule) -> int:
     """The number of elements of attention scores, the largest batched matmuls; 0 if not known."""
     sizes = {
         prod(leaf.dims)
-        for computation in module.computations.values()
-        for one in computation.instructions
+        for one in module.instructions
         if one.opcode in _MATMULS and _is_batched(one)
         for leaf in leaves(one.shape)
     }
@@ -202,9 +205,8 @@ def _elements_of_scores(module: HloModule) -> int:
 def _padded_share(matmul: Instruction) -> float:
     """The share of its result that pads the tiles of vector registers."""
     (shape, *_) = leaves(matmul.shape)
-    order = [int(n) for n in shape.layout.partition(":")[0].split(",") if n.isdecimal()]
     padded = list(shape.dims)
-    for axis, tile in zip(order, (LANES, SUBLANES), strict=False):
+    for axis, tile in zip(shape.order, (LANES, SUBLANES), strict=False):
         padded[axis] = -(-padded[axis] // tile) * tile
     return 1 - prod(shape.dims) / prod(padded) if prod(padded) else 0.0
 

@@ -68,7 +68,6 @@ class Labels:
     """
 
     def __init__(self, line: InlinedSchedule, known: Mapping[str, tuple[str, str]]):
-        self._module = line.module
         self._known: dict[int, tuple[str, str]] = {}
         for place in line.places:
             instruction = place.instruction
@@ -88,6 +87,5 @@ class Labels:
         """Its name; of a fusion without scopes, the last name inside that has some."""
         names = [instruction.op_name]
         if instruction.opcode == "fusion" and not any(parse_scope(instruction.op_name)):
-            inside = self._module.called_by(instruction).instructions
-            names += [one.op_name for one in reversed(inside)]
+            names += [one.op_name for one in reversed(instruction.called[0].instructions)]
         return next((name for name in names if any(parse_scope(name))), names[0])

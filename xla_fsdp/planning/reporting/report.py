@@ -238,9 +238,9 @@ class Report:
             FileNotFoundError: there is no trace.
             ValueError: the trace is damaged, has no module names, or is of another model; or this
                 plan has no timeline.
-            MissingExtraError: (an ImportError) protobuf or jax is not installed.
+            MissingExtraError: (an ImportError) protobuf is not installed.
         """
-        extras.require_extra("plan", "a recorded trace", ("google.protobuf", "jaxlib"))
+        extras.require_extra("plan", "a recorded trace", ("google.protobuf",))
         if tables.why_no_pictures(self):
             raise ValueError(f"nothing to compare a trace with. {tables.why_no_pictures(self)}")
         from ..recorded import read_trace  # imports protobuf

@@ -27,7 +27,7 @@ from .settings import ShardingSettings
 
 KEPT = ShardingSettings()
 RECOMPUTED = KEPT.changed(recompute="all")
-_RECOMPUTED = re.compile(r"recompute\[([^\]]*)\]")
+_RECOMPUTED = re.compile(rb"recompute\[([^\]]*)\]")
 
 # The compiler recomputes these at each use, or they only move values.
 _FUSED = frozenset(
@@ -117,15 +117,15 @@ def facts_of(
             "the step shards nothing with xla_fsdp: wrap the model with the settings that step "
             "receives, model = settings.wrap(Model())"
         )
-    module = parse_module(hlo_text(kept.program.hlo))
+    module = parse_module(kept.program.hlo)
     names = [unit.name for unit in kept.units]
     found = Activations(module, chip, names)
     recomputed, blocks = found, set[str]()
     if len(names) > 1:
-        again = trace(RECOMPUTED.changed(batch=batch, units=units))
-        text = hlo_text(again.program.hlo)
-        recomputed = Activations(parse_module(text), chip, names)
-        blocks = {innermost_unit(module, names) for module in _RECOMPUTED.findall(text)} - {""}
+        again = trace(RECOMPUTED.changed(batch=batch, units=units)).program.hlo
+        recomputed = Activations(parse_module(again), chip, names)
+        inside = (found.decode() for found in _RECOMPUTED.findall(again))
+        blocks = {innermost_unit(module, names) for module in inside} - {""}
     facts = [
         UnitFacts(
             **vars(unit),
@@ -147,13 +147,6 @@ def facts_of(
         else:
             inputs += _result_bytes(one)
     return StepFacts(tuple(facts), state, inputs, batch or 1)
-
-
-def hlo_text(hlo: bytes) -> str:
-    import jaxlib._jax as jaxlib  # from the plan extra
-
-    module: Any = jaxlib.HloModule.from_serialized_hlo_module_proto(hlo)
-    return module.to_string()
 
 
 @dataclass(frozen=True)
@@ -207,7 +200,7 @@ class Activations:
                 self.again.setdefault(name, []).extend([Again("", seconds, size)] * place.times)
 
     def _time(self, place: Place, instruction: Instruction) -> tuple[float, float]:
-        flops = flops_of(place.computation, instruction)
+        flops = flops_of(instruction)
         if is_kernel(instruction):
             return (kernel_cycles(instruction, self._chip) or 0) / self._chip.clock_hz, flops
         moved = _result_bytes(instruction)

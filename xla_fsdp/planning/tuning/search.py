@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from ...tpu.topology import Slice, resolve, slice_names
 from ...wording import first_line
 from ..compiling.compiler import CompileError
+from ..reporting.tables import GIB
 from .estimate import Estimate, Estimates, kind_of
 from .settings import ShardingSettings, describe_changes
 from .space import Space, main_of, plainness
-
-GIB = 2**30
 
 # A candidate is not compiled if its estimate is slower than the best by more than this share; the
 # second is for kinds that were not compiled yet.

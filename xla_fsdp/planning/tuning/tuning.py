@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..compiling.plan_cache import write_whole
-from ..reporting.tables import aligned
-from .search import GIB, Measured, Trial, too_much
+from ..reporting.tables import GIB, aligned
+from .search import Measured, Trial, too_much
 from .settings import ShardingSettings, changes, value_text
 
 _SHOWN = 6  # candidates that were not compiled
