@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from on_ranks import on_each_rank, raises
+from on_ranks import on_each_rank, raises, without_ranks
 from small_models import (
     Computes,
     assert_same_gradients,
@@ -419,6 +419,40 @@ def test_averaged_models_and_clipped_values(rank, form):
             average.update_parameters(one)
     assert_same(plain, model)
     assert_same(averages[0].module, averages[1].module)
+
+
+WAYS_TO_COPY = {
+    "copy_": lambda target, source: [a.copy_(b) for a, b in zip(target, source, strict=True)],
+    "data": lambda target, source: [
+        a.data.copy_(b.data) for a, b in zip(target, source, strict=True)
+    ],
+    "foreach": lambda target, source: torch._foreach_copy_(target, source),
+    "foreach_src": lambda target, source: torch._foreach_copy_(target, src=source),
+    "slice": lambda target, source: [
+        a.__setitem__(..., b) for a, b in zip(target, source, strict=True)
+    ],
+}
+
+
+@pytest.mark.parametrize("form", UNITS)
+@without_ranks  # programs of CPU ranks do not reuse the memory of their inputs
+def test_an_update_in_place_leaves_what_was_copied(form):
+    """The average of a frozen parameter, slow weights: torch_xla lets copies share a buffer."""
+    model, other = nets(form)[1], nets(form)[1]
+    source, target = list(model.parameters()), list(other.parameters())
+    expected = [parameter.full_tensor().cpu() for parameter in source]
+    with torch.no_grad():
+        for copy_all in (*WAYS_TO_COPY.values(), None):
+            if copy_all is None:
+                other.load_state_dict(model.state_dict())
+            else:
+                copy_all(target, source)
+            torch_xla.sync()
+            torch._foreach_mul_(target, 2.0)
+            torch_xla.sync()
+            for value, mine, theirs in zip(expected, source, target, strict=True):
+                assert torch.equal(mine.full_tensor().cpu(), value)
+                assert torch.equal(theirs.full_tensor().cpu(), value * 2)
 
 
 @pytest.mark.parametrize("form", UNITS)

@@ -166,6 +166,15 @@ def prevent_fusion(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
+def with_own_buffer(value: torch.Tensor) -> torch.Tensor:
+    """``value``, to copy into another tensor.
+
+    Else torch_xla lets both share a buffer, which the next update of the target in place donates.
+    """
+    shares = value.device.type == "xla" and not xlac.are_pending([value])[0]
+    return prevent_fusion(value) if shares else value
+
+
 def prevent_recomputation(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, which the compiler then stores and does not recompute."""
     return _PreventRecomputation.apply(tensor)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ..collectives.order import with_own_buffer
 from ..tree import map_tensors, tensors_in
 from . import shard_reductions as reductions
 from .layout import SPEC, ShardedParameterError, ShardSpec, spec_of, unsupported
@@ -390,6 +391,8 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     # torch does not move attributes; torch_xla gives the target the shape of a number on the CPU.
     if isinstance(part, torch.Tensor) and (func.__name__ == "__set__" or not part.dim()):
         part = part.to(own.device)
+    if func.__name__ == "copy_" and part.dtype == own.dtype:
+        part = with_own_buffer(part)
     return func(own, part, *rest, **kwargs)
 
 
@@ -503,6 +506,9 @@ def _foreach(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
         args = tuple(map(shared, args))
         kwargs = {name: shared(value) for name, value in kwargs.items()}
+    if name == "_foreach_copy_":
+        own, values, *others = args if len(args) > 1 else (*args, kwargs.pop("src"))
+        args = (own, list(map(with_own_buffer, values)), *others)
     found = func(*args, **kwargs)
     if isinstance(found, (list, tuple)):
         for value, spec in zip(found, specs, strict=True):
