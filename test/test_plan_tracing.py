@@ -195,6 +195,52 @@ def test_what_is_computed_before_the_first_call_belongs_to_the_program():
 
 
 @without_ranks
+def test_state_that_a_step_makes_once_is_an_argument():
+    """Averages, banks, float32 weights: the second program of a loop, or parameters of an optimizer
+    that the step makes."""
+    model = nn.Linear(16, 8).bfloat16().to("xla")
+    x = torch.ones(4, 16, dtype=torch.bfloat16).to("xla")
+    torch_xla.sync()
+
+    def averages():
+        return [parameter.detach().float() for parameter in model.parameters()], None
+
+    def masters():
+        made, _ = averages()
+        return made, torch.optim.AdamW(made, lr=0.1)
+
+    def program(make, steps, outside):
+        state, optimizer = make() if outside else (None, None)
+        torch_xla.sync()
+
+        def step():
+            values, stepper = (state, optimizer) if outside else make()
+            own = stepper or torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(steps):
+                model(x).float().sum().backward()
+                if stepper:
+                    for value, parameter in zip(values, model.parameters(), strict=True):
+                        value.grad = parameter.grad.float()
+                own.step()
+                model.zero_grad()
+                with torch.no_grad():
+                    for value, parameter in zip(values, model.parameters(), strict=True):
+                        if stepper:
+                            parameter.copy_(value)
+                        else:
+                            value.lerp_(parameter.float(), 0.1)
+                if steps > 1:
+                    torch_xla.sync()
+            return values, stepper  # still live
+
+        traced = trace_step(step, 0, 1).program
+        return len(traced.arguments), len(traced.donated)
+
+    for make, steps in ((averages, 3), (masters, 3), (masters, 1)):
+        assert program(make, steps, outside=False) == program(make, steps, outside=True)
+
+
+@without_ranks
 def test_views_from_outside_are_no_outputs():
     """A sync does not compute a view, even if its base is updated."""
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)).to("xla")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ... import xlac
 from ...collectives.host_data import LARGE
@@ -63,10 +64,15 @@ class LiveTensors:
         self._known = {id(one): weakref.ref(one) for one in _models()}
 
     def has_new_model(self) -> bool:
-        """Whether there are new parameters, or modules with parameters or buffers."""
+        """Whether a parameter was made or computed, or a module with parameters or buffers made."""
         models = _models()
         known = (self._known.get(id(one)) for one in models)
-        return any(ref is None or ref() is not one for ref, one in zip(known, models, strict=True))
+        if any(ref is None or ref() is not one for ref, one in zip(known, models, strict=True)):
+            return True
+        groups = [group for optimizer in objects_of(Optimizer) for group in optimizer.param_groups]
+        trained = [one for group in groups for one in group["params"]]
+        parameters = [one for one in [*self.before, *models] if isinstance(one, nn.Parameter)]
+        return any(is_xla(one) and is_pending(one) for one in [*trained, *parameters])
 
     def restore(self) -> None:
         # Views first: an assignment to one also changes its base.

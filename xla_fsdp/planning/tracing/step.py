@@ -128,6 +128,8 @@ class _StepTrace:
         self.optimizers = SteadyOptimizers(self.naming, self.state_made, self.repeat)
         self.boundary: StepBoundary | None = None
         self._synced: StepBoundary | None = None  # at the last sync, or before the step
+        self._computes_before = False  # the first call of a module
+        self._first: tuple[Any, ...] | None = None  # what a loop's first program gave
         self.found: TracedProgram | None = None
         self.bound: int | None = None
         self.units: tuple[TracedUnit, ...] = ()
@@ -148,12 +150,15 @@ class _StepTrace:
     def begin(self) -> StepBoundary:
         """The first module is called, or the first optimizer steps.
 
-        What was traced since the last sync belongs to the program, unless it builds a model.
+        What was traced since the last sync belongs to the program, unless it builds a model. In a
+        loop it may be state that is made once, so that the next program is the one to plan.
         """
         self._count()
         if self.boundary is None:
-            known = self._synced if not self.live.has_new_model() else None
-            self.boundary = known or self._boundary_here()
+            assert self._synced is not None, "start was called"
+            self._computes_before = self._synced.has_pending(self.live.all())
+            builds = self._computes_before and self.live.has_new_model()
+            self.boundary = self._boundary_here() if builds else self._synced
         return self.boundary
 
     def state_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -170,11 +175,20 @@ class _StepTrace:
             self.start()
             return
         self._lower()
-        if self.has_optimizer:
+        if self.has_optimizer and self._computes_before and not self.parts:
+            self._trace_next()
+        elif self.has_optimizer or (self._first is not None and self._first[0] is not self.found):
             self._stop()
         self.boundary = self._boundary_here()
         if self.parts:
             drop_pending_of_autograd()
+
+    def _trace_next(self) -> None:
+        self._first = self.found, self.sent, self.bound, self.units
+        self._computes_before = self.has_optimizer = False
+        self.steps_read = None
+        self.programs -= 1
+        self.optimizers.stepped.clear()
 
     def read(self) -> None:
         """Called where a real run would execute only what one value depends on."""
@@ -214,6 +228,9 @@ class _StepTrace:
         raise StepTraced
 
     def finish(self, simulated: SimulatedRank) -> TracedStep:
+        if self._first is not None and not self.has_optimizer:  # no loop
+            self.found, self.sent, self.bound, self.units = self._first
+            self.has_optimizer = True
         if self.found is None:
             raise ValueError(
                 "the step traced nothing on the XLA device: it must build the model there, and run "
@@ -259,7 +276,7 @@ class _StepTrace:
         )
 
     def forget(self) -> None:
-        self.boundary = self._synced = None
+        self.boundary = self._synced = self._first = None
         self.naming.clear()
         self.optimizers.all.clear()
         self.optimizers.stepped.clear()

@@ -114,6 +114,11 @@ class StepBoundary:
         for one, handle in zip(known, handles, strict=True):
             self._by_alias[one.alias_id] = handle
 
+    def has_pending(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether some of ``tensors`` were traced since, and are not computed."""
+        live = map(inspect_tensor, tensors)
+        return any(one.pending and one.tensor_id not in self._views for one in live)
+
     def handle_of(self, tensor: torch.Tensor) -> int | None:
         one = inspect_tensor(tensor)
         if one.alias_id not in self._by_alias and not one.pending:
