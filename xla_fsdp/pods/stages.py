@@ -95,7 +95,7 @@ def run_stages(rank: int, job: Job) -> None:
     chip, slice = _own_chip(), _slice()
     family, topology = chip.family if chip else "cpu", slice.name if slice else ""
     if first:
-        job.add("where", (xm.xla_device_kind(), family, xr.world_size(), topology))
+        job.add("where", (_device_kind(), family, xr.world_size(), topology))
     for stage in job.stages:
         kind, measure = STAGES[stage]
         for value in measure(job):
@@ -105,12 +105,16 @@ def run_stages(rank: int, job: Job) -> None:
             job.add("done", stage)
 
 
+def _device_kind() -> str:
+    return xm.xla_device_kind()
+
+
 def _own_chip() -> Chip | None:
-    return chip_of(xm.xla_device_kind())
+    return chip_of(_device_kind())
 
 
 def _slice() -> Slice | None:
-    routes = routes_for(xm.xla_device_kind(), xr.global_runtime_device_attributes())
+    routes = routes_for(_device_kind(), xr.global_runtime_device_attributes())
     known = routes is not None and routes.slice.devices == xr.world_size()
     return routes.slice if routes is not None and known else None
 
