@@ -28,7 +28,12 @@ from xla_fsdp import (
     to_dcp,
 )
 from xla_fsdp.checkpoint import inventory
-from xla_fsdp.consolidate.errors import ModelMismatchError, OtherRankError, UnsupportedValueError
+from xla_fsdp.consolidate.errors import (
+    MetadataMismatchError,
+    ModelMismatchError,
+    OtherRankError,
+    UnsupportedValueError,
+)
 from xla_fsdp.ranks.rank import current_rank
 
 
@@ -388,6 +393,17 @@ def grouped_by(model, kinds, lr):
         if kind == "noted":
             groups[-1]["note"] = f"of {lr}"
     return torch.optim.AdamW(groups, lr=lr)
+
+
+@on_each_rank(2)
+def test_state_of_another_kind_on_one_rank(rank):
+    for mine in (torch.tensor(3.0), 3), (torch.tensor(3.0), torch.tensor(3.0).bfloat16()):
+        model = FSDP(torch.nn.Linear(6, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            optimizer.state[parameter]["own"] = mine[rank]
+        with pytest.raises(MetadataMismatchError, match="of rank 1 has state .* keys or dtypes"):
+            full_optim_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize("shard", [FSDP, fully_shard])

@@ -209,6 +209,11 @@ for rank, result in enumerate(results):
     assert result["a"][0].tolist() == [1.0, 1.0, 2.0, 2.0]
 assert kept[1].tolist() == [0.0, 0.0, 1.0, 1.0]
 """,
+    "without gradients": """
+for mode in (torch.no_grad, torch.inference_mode):
+    with mode():
+        assert launch(lambda rank: torch.ones(2, device="xla").sum().item(), (), 2) == [2.0, 2.0]
+""",
     "wrong arguments": """
 for count in (0, 9, -1):
     raises(ValueError, [repr(count), "1 to 8", "num_devices"], print, (), count)

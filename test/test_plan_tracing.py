@@ -335,6 +335,41 @@ def test_reads_leave_the_rest_of_the_step_alone():
     assert not traced.reads and not traced.untrained and traced.trained == 4
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells, self.head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.cells(x)[0])
+
+
+@without_ranks
+def test_recurrent_cells():
+    """torch_xla's kernel traces the cell with tensors that have no values."""
+    model = Recurrent().to("xla")
+    stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.randn(4, 3, 8).to("xla")).sum().backward()
+        stepper.step()
+
+    assert len(trace_step(step, 0, 1).program.donated) == 6
+
+
+@without_ranks
+def test_the_next_program_runs_after_a_step_that_raised():
+    def step():
+        _model()(torch.randn(4, 256).to("xla")).sum().backward()
+        raise KeyError("own")
+
+    with pytest.raises(KeyError, match="own"):
+        trace_step(step, 0, 8)
+    found = torch.ones(3).to("xla") * 2
+    torch_xla.sync()
+    assert found.tolist() == [2.0, 2.0, 2.0]
+
+
 @without_ranks
 def test_experts_that_values_choose_are_all_planned():
     class Experts(nn.Module):

@@ -426,6 +426,7 @@ WAYS_TO_COPY = {
     "data": lambda target, source: [
         a.data.copy_(b.data) for a, b in zip(target, source, strict=True)
     ],
+    "other": lambda target, source: [a.copy_(other=b) for a, b in zip(target, source, strict=True)],
     "foreach": lambda target, source: torch._foreach_copy_(target, source),
     "foreach_src": lambda target, source: torch._foreach_copy_(target, src=source),
     "slice": lambda target, source: [

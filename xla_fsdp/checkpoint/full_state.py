@@ -253,7 +253,8 @@ def full_optim_state_dict(
         rank0_only, offload_to_cpu: see :func:`full_state_dict`.
 
     Raises:
-        TypeError: a state has neither its parameter's shape nor is it a number or 0-d tensor.
+        UnsupportedValueError: a TypeError; a state has neither its parameter's shape nor is it one
+            value that a checkpoint can store.
         ModelMismatchError: the optimizer has parameters that are not in the model.
         MetadataMismatchError: the optimizers of two ranks have different state.
         OtherRankError: another rank failed.

@@ -114,7 +114,10 @@ def agree_on_state(
     def describe() -> tuple[tuple, str]:
         groups = members_of_groups(inventory, optimizer)
         state, tensors = describe_state(optimizer, inventory)
-        kinds = [[name, dict(own.sharded), list(own.single)] for name, own in state.items()]
+        kinds = [
+            [name, own.sharded, {key: _kind(one) for key, one in own.single.items()}]
+            for name, own in state.items()
+        ]
         return (groups, state, tensors), digest(write_json(kinds))
 
     return exchange.run_and_compare(
@@ -123,6 +126,11 @@ def agree_on_state(
         "the optimizer of rank {rank} has state for other parameters, or other keys or dtypes, "
         "than that of rank 0. Make the same optimizer steps on all ranks.",
     )
+
+
+def _kind(single: Mapping[str, Any]) -> str:
+    value = values.decode(single["value"], "optimizer state")
+    return str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _state_of_members(

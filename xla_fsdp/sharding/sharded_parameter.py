@@ -384,9 +384,9 @@ def _result_of_hook(found: Any, spec: ShardSpec) -> Any:
 
 def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Handles ``copy_``, ``parameter.data = value`` and ``parameter.grad = value``."""
-    if func.__name__ == "__delete__":
-        return func(*args)  # raises, as for any tensor
-    own, value, *rest = args if len(args) > 1 else (*args, kwargs.pop("src"))
+    if func.__name__ == "__delete__" or len(args) + ("other" in kwargs) < 2:
+        return func(*args, **kwargs)  # raises, as for any tensor
+    own, value, *rest = args if len(args) > 1 else (*args, kwargs.pop("other"))
     part = _part(operation_name(func), spec_of(own), value)
     # torch does not move attributes; torch_xla gives the target the shape of a number on the CPU.
     if isinstance(part, torch.Tensor) and (func.__name__ == "__set__" or not part.dim()):

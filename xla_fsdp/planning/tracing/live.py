@@ -72,7 +72,7 @@ class LiveTensors:
         groups = [group for optimizer in objects_of(Optimizer) for group in optimizer.param_groups]
         trained = [one for group in groups for one in group["params"]]
         parameters = [one for one in [*self.before, *models] if isinstance(one, nn.Parameter)]
-        return any(is_xla(one) and is_pending(one) for one in [*trained, *parameters])
+        return any(is_pending(one) for one in [*trained, *parameters])
 
     def restore(self) -> None:
         # Views first: an assignment to one also changes its base.
@@ -153,7 +153,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def is_pending(tensor: torch.Tensor) -> bool:
-    return inspect_tensor(tensor).pending
+    return is_xla(tensor) and inspect_tensor(tensor).pending
 
 
 class SavedValue:

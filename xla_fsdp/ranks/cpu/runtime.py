@@ -107,9 +107,10 @@ class CpuRuntime:
         ``backward`` returns before its thread has released them. The thread runs its tasks in
         order, so waiting for one more task is enough.
         """
-        for device in torch_xla.devices():
-            anchor = torch.full((), 0.5, device="cpu").to(device)  # 0 and 1 would be constants
-            (anchor.requires_grad_() * 1).backward()
+        with torch.inference_mode(False), torch.enable_grad():
+            for device in torch_xla.devices():
+                anchor = torch.full((), 0.5, device="cpu").to(device)  # 0 and 1 would be constants
+                (anchor.requires_grad_() * 1).backward()
 
 
 def _cpu_environment(size: int) -> dict[str, str]:
