@@ -356,9 +356,6 @@ def _state_restored() -> Iterator[LiveTensors]:
     try:
         with torch.random.fork_rng(devices=[]), preserve_random_state():
             yield live
-    except BaseException:  # its traceback references collectives that nothing can run
-        drop_pending_of_autograd()
-        raise
     finally:
         live.restore()
         live.close()
