@@ -454,6 +454,8 @@ def test_an_update_in_place_leaves_what_was_copied(form):
             for value, mine, theirs in zip(expected, source, target, strict=True):
                 assert torch.equal(mine.full_tensor().cpu(), value)
                 assert torch.equal(theirs.full_tensor().cpu(), value * 2)
+        target[0].copy_(5)
+        assert (target[0].full_tensor() == 5).all()
 
 
 @pytest.mark.parametrize("form", UNITS)

@@ -287,7 +287,7 @@ def full_optim_state_dict(
         if to is not None and converter is not None:
             group = options_of.get(holder, {})
             own = {s: _convert(converter, s, saved, group, to) for s, saved in own.items()}
-        found.update((shard.name, values) for shard, values in own.items())
+        found.update((shard.name, saved) for shard, saved in own.items())
 
     def describe_groups() -> list[dict[str, Any]]:
         return [

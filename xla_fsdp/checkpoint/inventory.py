@@ -363,9 +363,18 @@ def gather_members(
         return {}
     if layout is None:
         return {members[0]: value.to(to, copy=True)}
-    tensors = layout.split(full if to != CPU else full.cpu())
-    torch_xla.sync(wait=True)
-    return {shard: tensors[shard.member] for shard in members}
+    if to != CPU:
+        tensors = layout.split(full)
+        torch_xla.sync(wait=True)
+        return {shard: tensors[shard.member] for shard in members}
+    # Padding is at the end in both layouts.
+    flat = full.cpu().view(-1)
+    found: dict[Entry, torch.Tensor] = {}
+    for shard in members:
+        offset = layout.members[shard.member].offset
+        piece = flat[offset : offset + shard.numel].view(shard.shape)
+        found[shard] = piece if shard.numel == flat.numel() else piece.clone()
+    return found
 
 
 def _gather(first: ParameterShard, value: torch.Tensor) -> torch.Tensor:

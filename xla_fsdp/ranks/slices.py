@@ -113,7 +113,7 @@ class OnAllSlices:
         # Runs in the new process, before torch_xla calls this with the local rank.
         vars(self).update(state)
         configure = xlac.configure_process.value
-        if not isinstance(configure, partial):
+        if getattr(configure, "func", None) is not _configure_process:
             xlac.configure_process.value = partial(_configure_process, configure)
 
     def __call__(self, rank: int, *args: Any) -> Any:

@@ -387,12 +387,15 @@ def _copy(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if func.__name__ == "__delete__" or len(args) + ("other" in kwargs) < 2:
         return func(*args, **kwargs)  # raises, as for any tensor
     own, value, *rest = args if len(args) > 1 else (*args, kwargs.pop("other"))
+    if func.__name__ == "copy_" and isinstance(value, (int, float, complex)):
+        value = torch.tensor(value, device="cpu")
     part = _part(operation_name(func), spec_of(own), value)
-    # torch does not move attributes; torch_xla gives the target the shape of a number on the CPU.
-    if isinstance(part, torch.Tensor) and (func.__name__ == "__set__" or not part.dim()):
-        part = part.to(own.device)
-    if func.__name__ == "copy_" and part.dtype == own.dtype:
-        part = with_own_buffer(part)
+    if isinstance(part, torch.Tensor):
+        # torch does not move attributes; torch_xla gives the target the shape of a CPU number.
+        if func.__name__ == "__set__" or not part.dim():
+            part = part.to(own.device)
+        if func.__name__ == "copy_" and part.dtype == own.dtype:
+            part = with_own_buffer(part)
     return func(own, part, *rest, **kwargs)
 
 

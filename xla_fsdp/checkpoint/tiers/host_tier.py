@@ -17,11 +17,7 @@ from dataclasses import dataclass, replace
 
 from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, InvalidMetadataError
 from ...consolidate.format.digests import digest
-from ...consolidate.format.manifest import (
-    dump_manifest,
-    file_name,
-    load_file,
-)
+from ...consolidate.format.manifest import dump_manifest, file_name, load_file
 from ...consolidate.format.rank_file import FileRecord, write_file
 from ...consolidate.format.store import Store, join, read, write
 from ...consolidate.format.strict import Fields, read_json, write_json

@@ -104,12 +104,13 @@ def _models() -> list[Any]:
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers, such as counters of averages."""
+    """Its parameters and buffers; none while it is being constructed."""
     kinds = (vars(module).get("_parameters"), vars(module).get("_buffers"))
     return [one for own in kinds for one in (own or {}).values() if isinstance(one, torch.Tensor)]
 
 
 def _on_host(modules: list[nn.Module]) -> list[torch.Tensor]:
+    """Parameters and buffers on the host, such as counters of averages."""
     tensors = {id(tensor): tensor for module in modules for tensor in _own_tensors(module)}
     plain = (one for one in tensors.values() if not overrides_dispatch(type(one)))
     return [tensor for tensor in plain if tensor.device.type == "cpu"]

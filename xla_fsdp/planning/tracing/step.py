@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch_xla.runtime as xr
@@ -121,6 +121,15 @@ def trace_step(
         ONE_AT_A_TIME.release()
 
 
+class _FirstProgram(NamedTuple):
+    """Of a loop whose second one is planned, if there is one; fields as in ``_StepTrace``."""
+
+    found: TracedProgram | None
+    sent: list[int]
+    bound: int | None
+    units: tuple[TracedUnit, ...]
+
+
 class _StepTrace:
     def __init__(self, live: LiveTensors) -> None:
         self.live = live
@@ -129,7 +138,7 @@ class _StepTrace:
         self.boundary: StepBoundary | None = None
         self._synced: StepBoundary | None = None  # at the last sync, or before the step
         self._computes_before = False  # the first call of a module
-        self._first: tuple[Any, ...] | None = None  # what a loop's first program gave
+        self._first: _FirstProgram | None = None
         self.found: TracedProgram | None = None
         self.bound: int | None = None
         self.units: tuple[TracedUnit, ...] = ()
@@ -144,7 +153,7 @@ class _StepTrace:
 
     def start(self) -> None:
         """Called before the step, and where it syncs before its first module is called."""
-        self._synced = self._boundary_here()
+        self._synced = _filled_boundary(self.live.all())
         self.live.note_models()
 
     def begin(self) -> StepBoundary:
@@ -156,9 +165,10 @@ class _StepTrace:
         self._count()
         if self.boundary is None:
             assert self._synced is not None, "start was called"
-            self._computes_before = self._synced.has_pending(self.live.all())
+            tensors = self.live.all()
+            self._computes_before = self._synced.has_pending(tensors)
             builds = self._computes_before and self.live.has_new_model()
-            self.boundary = self._boundary_here() if builds else self._synced
+            self.boundary = _filled_boundary(tensors) if builds else self._synced
         return self.boundary
 
     def state_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -177,14 +187,14 @@ class _StepTrace:
         self._lower()
         if self.has_optimizer and self._computes_before and not self.parts:
             self._trace_next()
-        elif self.has_optimizer or (self._first is not None and self._first[0] is not self.found):
+        elif self.has_optimizer or (self._first and self._first.found is not self.found):
             self._stop()
-        self.boundary = self._boundary_here()
+        self.boundary = _filled_boundary(self.live.all())
         if self.parts:
             drop_pending_of_autograd()
 
     def _trace_next(self) -> None:
-        self._first = self.found, self.sent, self.bound, self.units
+        self._first = _FirstProgram(self.found, self.sent, self.bound, self.units)
         self._computes_before = self.has_optimizer = False
         self.steps_read = None
         self.programs -= 1
@@ -281,11 +291,6 @@ class _StepTrace:
         self.optimizers.all.clear()
         self.optimizers.stepped.clear()
 
-    def _boundary_here(self) -> StepBoundary:
-        tensors = self.live.all()
-        fill_pending(tensors)
-        return StepBoundary(tensors)
-
     def _lower(self) -> None:
         assert self.boundary is not None, "the step has not begun"
         tensors = self.live.all()
@@ -348,6 +353,12 @@ class _StepTrace:
             if handle is not None:
                 names.setdefault(handle, name)
         return names
+
+
+def _filled_boundary(tensors: list[torch.Tensor]) -> StepBoundary:
+    """As after a sync: no tensor waits for a computation."""
+    fill_pending(tensors)
+    return StepBoundary(tensors)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,5 +45,10 @@ class GeneratorOfThisRank:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._generator, name)
-        run = partial(self._generators.run, current_rank(), value)
-        return run if callable(value) else value
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._generators.run(current_rank(), value, *args, **kwargs)
+
+        return call
