@@ -48,6 +48,11 @@ def fails(run_ranks):
     return run
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise KeyError("no message")
+
+
 class Faulty(torch.autograd.Function):
     """Raises on rank 1, on autograd's thread, while the others gather there."""
 
@@ -123,6 +128,7 @@ DOES = {
     "gather another shape": lambda rank: gather((2 + rank,)),
     "reduce": lambda rank: xm.all_reduce("sum", torch.ones(4).to("xla")),
     "sync": lambda rank: sync(),
+    "mark step": lambda rank: xm.mark_step(),
     "read": lambda rank: gather().sum().item(),
     "read another shape": lambda rank: gather((2 + rank,)).sum().item(),
     "sleep": lambda rank: time.sleep(1.0),
@@ -132,6 +138,8 @@ DOES = {
     "train": lambda rank: [DOES[what](rank) for _ in range(1000) for what in ("gather", "sync")],
     "raise": lambda rank: raise_error(ValueError("no data")),
     "raise what cannot be pickled": lambda rank: raise_error(Exception("odd", lambda: 0)),
+    "raise what cannot be printed": lambda rank: raise_error(Unprintable()),
+    "raise what is pending": lambda rank: raise_error(ValueError(gather())),
     "exit 0": lambda rank: raise_error(SystemExit(0)),
     "exit 3": lambda rank: raise_error(SystemExit(3)),
     "interrupt": lambda rank: raise_error(KeyboardInterrupt()),
@@ -163,6 +171,8 @@ def follow(rank, scripts):
         (3, ["backward"], 1, ArithmeticError, []),
         (3, ["backward that reads"], 1, ArithmeticError, []),
         (2, ["raise what cannot be pickled", "read"], 0, None, ["Exception: ('odd', <function"]),
+        (2, ["sync", "raise what cannot be printed"], 1, Unprintable, ["Unprintable (its message"]),
+        (2, ["read", "raise what is pending"], 1, ValueError, ["ValueError (its message raises"]),
         (2, ["read", "exit 3"], 1, SystemExit, []),
         (2, ["read", "interrupt"], 1, KeyboardInterrupt, []),
         (2, ["compute", "raise"], 1, ValueError, []),
@@ -196,7 +206,7 @@ HERE = f"at {__file__}:"
         (2, ["gather, sync", "gather of bfloat16, sync"], ["bfloat16"]),
         (3, ["gather, sync", "gather, sync, gather, sync"], ["rank 0: its function returned"]),
         (2, ["exit 0", "read"], []),
-        (2, ["gather", ""], []),
+        (2, ["gather, mark step", ""], [f"rank 0: torch_xla.sync(), {HERE}"]),
         (2, ["load", "save"], ["xm.rendezvous('saved')", "xm.rendezvous('loaded')"]),
         (4, ["save, gather, sync", "gather, sync"], []),
         (3, ["read, sync", "gather, sync"], []),

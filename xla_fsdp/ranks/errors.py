@@ -61,6 +61,15 @@ class RankStopped(BaseException):
     """Ends a rank because another failed; ``except Exception`` does not catch it."""
 
 
+def described(error: BaseException) -> str:
+    """The type and the message of ``error``, also if its ``__str__`` raises."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except (Exception, RankStopped):
+        return f"{name} (its message raises an exception)"
+
+
 def portable(
     error: BaseException | None, dumps: Callable[[BaseException], bytes] = pickle.dumps
 ) -> bytes | None:

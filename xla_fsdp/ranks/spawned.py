@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch_xla
 
 from .channel import served
-from .errors import Preempted, RankError, RankTimeoutError, loads_or_none, portable
+from .errors import Preempted, RankError, RankTimeoutError, described, loads_or_none, portable
 
 _REPORT = "report"
 _PREEMPTED = "preempted"
@@ -70,7 +70,7 @@ def fail(rank: int, error: BaseException) -> NoReturn:
     """Ends this process as if its rank had raised ``error``, without waiting for ranks."""
     folder = os.environ.get(_FOLDER)
     if folder is None:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(described(error), file=sys.stderr, flush=True)
         os._exit(1)
     _report_and_exit(Path(folder), rank, error)
 
@@ -188,10 +188,9 @@ def _report_and_exit(folder: Path, rank: int, error: BaseException) -> NoReturn:
 
 
 def _write_report(folder: Path, rank: int, error: BaseException) -> None:
-    message = f"rank {rank} raised {type(error).__name__}"
-    with contextlib.suppress(Exception):  # __str__ may raise
-        message += f": {error}"
-    failure = RankError(message, rank, "".join(traceback.format_exception(error)))
+    failure = RankError(
+        f"rank {rank} raised {described(error)}", rank, "".join(traceback.format_exception(error))
+    )
     draft = folder / f"report-{os.getpid()}-{threading.get_ident()}"
     draft.write_bytes(pickle.dumps((failure, portable(error))))
     try:

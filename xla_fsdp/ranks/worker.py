@@ -30,7 +30,7 @@ import torch_xla.core.xla_model as xm
 
 from ..compiled.cache import enable_compilation_cache
 from .cpu.operators import look_up_operators
-from .errors import portable
+from .errors import described, portable
 from .launch import _runtime, launch
 from .spawned import end_with_parent
 
@@ -116,8 +116,7 @@ def _run_call(call: bytes, size: int) -> tuple[list[bytes] | None, tuple | None]
         assert results is not None
         return [_dumps(result, f"the result of rank {r}") for r, result in enumerate(results)], None
     except BaseException as error:
-        text = f"{type(error).__name__}: {error}"
-        return None, (text, portable(error, _dumps), portable(error.__cause__, _dumps))
+        return None, (described(error), portable(error, _dumps), portable(error.__cause__, _dumps))
 
 
 class _ToCpuPickler(cloudpickle.Pickler):

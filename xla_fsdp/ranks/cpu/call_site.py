@@ -8,6 +8,7 @@ from types import FrameType
 
 import torch
 import torch_xla
+import typing_extensions
 
 from ..rank import current_rank
 
@@ -18,7 +19,12 @@ def _folder(path: str, up: int = 1) -> str:
     return os.path.abspath(path) + os.sep
 
 
-_PACKAGES = (_folder(torch.__file__), _folder(torch_xla.__file__), _folder(__file__, up=3))
+_PACKAGES = (
+    _folder(torch.__file__),
+    _folder(torch_xla.__file__),
+    _folder(__file__, up=3),
+    os.path.abspath(typing_extensions.__file__),  # around deprecated functions: xm.mark_step
+)
 _STANDARD_LIBRARY = _folder(os.__file__)
 
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ... import xlac
 from ...tree import map_tensors, tensors_in
 from ..autograd_thread import run_there
-from ..errors import Preempted, RankError, RankStopped
+from ..errors import Preempted, RankError, RankStopped, described
 from ..rank import RankContext, _set_current_rank, current_rank
 from .cpu_collectives import Collectives
 from .mode import FreshState, RankMode
@@ -282,7 +282,7 @@ class _RankThread(threading.Thread):
         except RankStopped:
             pass
         except BaseException as error:
-            session.barrier.stop(_rank_error(session, context, error))
+            _stop_ranks(session, context, error)
         finally:
             _set_current_rank(None)
             # The caller may keep the error, and so this frame, but must not keep the model.
@@ -302,17 +302,21 @@ class _RankThread(threading.Thread):
             raise
 
 
-def _rank_error(session: Session, context: RankContext, error: BaseException) -> RankError:
+def _stop_ranks(session: Session, context: RankContext, error: BaseException) -> None:
+    """Stops all ranks because this one has raised ``error``."""
     users = error.__traceback__
     while users is not None and users.tb_frame.f_code.co_filename == __file__:
         users = users.tb_next
     error.__traceback__ = users or error.__traceback__
-    text = "".join(traceback.format_exception(error))
     others = session.barrier.places().splitlines()
     del others[context.rank]
-    message = f"rank {context.rank} of {context.size} raised {type(error).__name__}: {error}"
+    failure = RankError("", context.rank)
+    failure.__cause__ = error
+    session.barrier.stop(failure)
+    # A message may read a tensor: if the collectives of its value are pending, that raises now.
+    with RankMode(session, context):
+        message = f"rank {context.rank} of {context.size} raised {described(error)}"
+        failure.traceback = "".join(traceback.format_exception(error))
     if others:
         message += "\n\nThe other ranks were stopped:\n" + "\n".join(others)
-    failure = RankError(message, context.rank, text)
-    failure.__cause__ = error
-    return failure
+    failure.args = (message,)
