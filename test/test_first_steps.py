@@ -140,3 +140,36 @@ def test_a_step_within_a_step(rank):
     model(torch.ones(1, 3, device="xla")).sum().backward()
     optimizer.step()
     assert seen == [True, True] and optimizer.param_groups[0]["foreach"] is None
+
+
+class Around(optim.Optimizer):
+    """As many libraries write an optimizer around another one: without torch's constructor."""
+
+    def __init__(self, inner):
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self._patch_step_function()
+
+    def step(self):
+        self.inner.step()
+
+
+class MakesMasks(optim.SGD):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mask"] = torch.zeros(parameter.shape, dtype=torch.bool)
+
+
+@on_each_rank(2)
+def test_optimizers_of_other_libraries(rank):
+    around, values, *_ = trained(lambda p, **options: Around(optim.AdamW(p, **options)), {})
+    _, expected, *_ = trained(optim.AdamW, {})
+    assert all(map(torch.equal, values, expected))
+    saved = around.inner.state_dict()["state"].values()
+    assert all(type(value) is torch.Tensor for state in saved for value in state.values())
+    message = r"MakesMasks has state of the shape of the full parameter '0.weight', \[7, 5\]"
+    raises(RuntimeError, message, trained, MakesMasks, {"lr": 0.1})
+    no_shard = {"sharding_strategy": xla_fsdp.ShardingStrategy.NO_SHARD}
+    trained(MakesMasks, {"lr": 0.1}, lambda model: FSDP(model, **no_shard))

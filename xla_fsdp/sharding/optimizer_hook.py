@@ -24,7 +24,7 @@ from ..tree import map_tensors, tensors_in
 from .deferred_values import require_initialized
 from .gathering import UnshardedParameter
 from .ignored import ignored_mark_of
-from .layout import spec_of
+from .layout import ShardSpec, spec_of
 from .sharded_parameter import as_sharded, local
 from .sharded_tensor import ShardedTensor, require_reduced, sharded_tensor_of, sharded_tensors_of
 from .user_checks import WARNED
@@ -130,7 +130,8 @@ def _check_parameters(optimizer: Optimizer, every: Sequence[Tensor]) -> None:
                     "xla_fsdp.consolidate --optimizer, and load the result with "
                     "xla_fsdp.load_full_optim_state_dict: docs/how-to/migrate-from-torch-xla.md"
                 )
-    if shards and first:
+    # Optimizers around another one may not call torch's constructor, and have none of its hooks.
+    if shards and first and "_optimizer_state_dict_post_hooks" in optimizer.__dict__:
         optimizer.register_state_dict_post_hook(_with_local_state)
         optimizer.register_load_state_dict_post_hook(_import_local_state)
     if unreduced and xr.world_size() > 1:
@@ -199,22 +200,29 @@ def _with_local_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
 def _import_local_state(optimizer: Optimizer) -> None:
     """Makes plain tensors in the state that have a shard's shape shards.
 
-    Raises RuntimeError for those of the full parameter's shape.
+    Those of the full parameter's shape too on one rank; on several ranks raises RuntimeError.
     """
+    kind = type(optimizer).__name__
     for parameter, state in optimizer.state.items():
         spec = spec_of(parameter)
-        if spec is None:
-            continue
-        for value in tensors_in(state):
-            if tuple(value.shape) == tuple(spec.local_shape):
-                as_sharded(value, spec)
-            elif type(value) is Tensor and value.numel() > 1 and value.shape == spec.shape:
-                raise RuntimeError(
-                    f"load_state_dict gave this {type(optimizer).__name__} the state of the full "
-                    f"parameter {spec.name!r}, of shape {list(spec.shape)}, but each rank has a "
-                    "shard of it. Load it with "
-                    "xla_fsdp.load_full_optim_state_dict(model, optimizer, state)"
-                )
+        if spec is not None:
+            shard_of = functools.partial(_shard_of_state, kind=kind, spec=spec)
+            optimizer.state[parameter] = map_tensors(shard_of, state)
+
+
+def _shard_of_state(value: Tensor, kind: str, spec: ShardSpec) -> Tensor:
+    if tuple(value.shape) == tuple(spec.local_shape):
+        return as_sharded(value, spec)
+    if type(value) is not Tensor or value.numel() <= 1 or value.shape != spec.shape:
+        return value
+    if spec.world.size > 1:
+        raise RuntimeError(
+            f"this {kind} has state of the shape of the full parameter {spec.name!r}, "
+            f"{list(spec.shape)}, but each rank has a shard of it. Load it with "
+            "xla_fsdp.load_full_optim_state_dict(model, optimizer, state). If the optimizer itself "
+            "has made it, wrap with sharding_strategy=NO_SHARD"
+        )
+    return as_sharded(spec.cut(value), spec)
 
 
 def _unset_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
