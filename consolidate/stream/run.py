@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MissingRankError, OptionsError, WorldSizeError
+from ..format.folders import CheckpointFolder, parse_folder_name
 from ..legacy.ranks import read_rank
 from ..legacy.source import OUTPUT_NAME, LegacySource, open_legacy
 from .options import DTYPES, PTH, Options, choose_target, default_path, parse_size
@@ -131,6 +132,13 @@ def reshard_checkpoint(
     say(f"found {source.world_size} ranks in {source.label}")
     target = os.fspath(save_path).rstrip("/")
     target = target or default_path(os.fspath(path).rstrip("/"), f"_of_{world_size}")
+    place, step = parse_folder_name(os.path.basename(target)), source.manifest.step
+    if place is not None and place.step != step:
+        raise OptionsError(
+            f"{target}: is named after step {place.step}, but {source.label} is of step {step}, so "
+            f"the result could not be read. Call it {CheckpointFolder(step).name}, or choose a "
+            "name that is not that of a step."
+        )
     plan = make_reshard_plan(source, world_size, tied or {})
     return _write_plan(source, plan, target, world_size, progress)
 
