@@ -289,11 +289,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("what", [*OPTIMIZERS, "not one", "missing"])
+@pytest.mark.parametrize("what", [*OPTIMIZERS, "not one", "missing", "ignored"])
 def test_optimizer_that_cannot_be_matched(tmp_path, capsys, what):
     files = with_optimizer(rank_files(small_model(), 2))
     if what in OPTIMIZERS:
         OPTIMIZERS[what](files[1]["optimizer"])
+    elif what == "ignored":  # as many as are frozen: the number of parameters is right
+        files[1]["shard_metadata"]["ignored"] = ["norm.half"]
     else:
         files[1]["optimizer"] = [1] if what == "not one" else None
     prefix = save(files, tmp_path)
