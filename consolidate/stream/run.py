@@ -86,7 +86,7 @@ def consolidate_checkpoint(
     several = "--optimizer" if optimizer else "--max_shard_size" if max_shard_size else ""
     sharded = isinstance(source, ShardedSource)
     target, is_folder, chosen = choose_target(
-        os.fspath(path), sharded, os.fspath(save_path), format, several
+        os.fsdecode(path), sharded, os.fsdecode(save_path), format, several
     )
     if dtype is not None and dtype not in DTYPES:
         raise OptionsError(f"dtype is {dtype!r:.40}, expected one of {', '.join(DTYPES)}")
@@ -130,8 +130,8 @@ def reshard_checkpoint(
         raise OptionsError(f"cannot reshard to {world_size!r:.40} ranks: expected 1 to 99999")
     source = open_source(path, suffix, tied=tied, allow_unsafe_pickle=allow_unsafe_pickle)
     say(f"found {source.world_size} ranks in {source.label}")
-    target = os.fspath(save_path).rstrip("/")
-    target = target or default_path(os.fspath(path).rstrip("/"), f"_of_{world_size}")
+    target = os.fsdecode(save_path).rstrip("/")
+    target = target or default_path(os.fsdecode(path).rstrip("/"), f"_of_{world_size}")
     place, step = parse_folder_name(os.path.basename(target)), source.manifest.step
     if place is not None and place.step != step:
         raise OptionsError(
@@ -252,11 +252,11 @@ def consolidate_sharded_model_checkpoints(
     Raises:
         CheckpointError: a subclass; the message names the file. Nothing is written.
     """
-    prefix = os.fspath(ckpt_prefix)
+    prefix = os.fsdecode(ckpt_prefix)
     source = open_legacy(prefix, ckpt_suffix, tied)
     if not save_model:
         return source.state_dict(), None
-    target = os.fspath(save_path) or prefix + OUTPUT_NAME
+    target = os.fsdecode(save_path) or prefix + OUTPUT_NAME
     check_target(target, False, source.inputs)  # before reading the tensors
     state_dict, options = source.state_dict(), Options(PTH, tied=dict(tied or {}))
     plan = make_write_plan(source, options, os.path.basename(target), state_dict)

@@ -334,15 +334,14 @@ def find_checkpoint(
     path: str | os.PathLike, missing_ok: bool, step: int | None
 ) -> list[Any] | None:
     """The folder, save id and step of the checkpoint at ``path``; ``None`` if there is none."""
-    text = os.fsdecode(path)
     try:
-        _, folder = folders.resolve_checkpoint(text, step)
+        _, folder = folders.resolve_checkpoint(path, step)
     except CheckpointNotFoundError:
         if missing_ok:
             return None
         raise
     name = folder.rpartition("/")[2]
-    given = text.rstrip("/") or "/"
+    given = os.fsdecode(path).rstrip("/") or "/"
     is_itself = step is None and given.rpartition("/")[2] == name
     shown = given if is_itself else f"{given}/{name}"
     manifest = ShardedCheckpoint(shown).manifest
