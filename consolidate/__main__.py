@@ -52,7 +52,13 @@ def _execute(arguments: argparse.Namespace) -> str:
         _require_unused(arguments, "--verify writes nothing", "save_path", "reshard",
                         "optimizer", "tied", *converts)  # fmt: skip
         return verify_checkpoint(prefix, **common)
-    common |= {"tied": dict(arguments.tied), "say": partial(print, file=sys.stderr)}
+    tied: dict[str, str] = {}
+    for alias, name in arguments.tied:
+        if tied.setdefault(alias, name) != name:
+            raise OptionsError(
+                f"--tied says that {alias!r} is {tied[alias]!r} and {name!r}. Remove one of them."
+            )
+    common |= {"tied": tied, "say": partial(print, file=sys.stderr)}
     options = {name: getattr(arguments, name) for name in converts}
     if arguments.reshard is None:
         result = run(prefix, save_path, optimizer=arguments.optimizer, **options, **common)

@@ -182,6 +182,8 @@ def test_any_path(rank, size, folder):
         assert latest_checkpoint(path) == f"{path}/step-00000002" and read_value(path) == base + 2
         run.set(0.0)
         assert run.load(path) == base + 2
+        found = xla_fsdp.load_checkpoint(path, run.model).path
+        assert found == latest_checkpoint(path) and run.load(found) == base + 2
         with pytest.raises(not_found):
             run.load(first)
 

@@ -56,6 +56,13 @@ def test_the_newest_are_kept_and_a_step_saved_again_replaces_itself(rank, size, 
     refused = errors.CheckpointNotFoundError, errors.OtherRankError
     with pytest.raises(refused, match="no complete checkpoint of step 1"):
         run.load(folder, step=1)
+    with pytest.raises(refused, match="is one checkpoint, .* Pass the folder above it"):
+        run.load(again, step=3)
+    for wrong in ("3", True):
+        with pytest.raises((TypeError, errors.OtherRankError), match="step must be an int or None"):
+            run.load(folder, step=wrong)
+        with pytest.raises(TypeError, match="step must be an int or None"):
+            xla_fsdp.latest_checkpoint(folder, step=wrong)
     if rank == 0:
         with pytest.warns(UserWarning, match="has step-00000003.2, which is later"):
             run.save(folder, 1, keep_last=1)
@@ -332,7 +339,7 @@ def _groups(rank, folder):
     with pytest.raises((ValueError, OtherRankError), match="pass replication_groups"):
         xla_fsdp.save_checkpoint(folder, independent, step=2)
     checkpoint = ShardedCheckpoint(folder)
-    prepare_load(Reader(checkpoint, RankExchange()), model, None, None, True, False)
+    prepare_load(Reader(checkpoint, RankExchange(), folder), model, None, None, True, False)
     return sorted(checkpoint._files)
 
 

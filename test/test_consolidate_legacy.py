@@ -212,6 +212,14 @@ def test_the_function_writes_what_the_command_writes(tmp_path):
     assert list(loaded(path)) == list(full)
 
 
+def test_the_prefix_is_the_whole_name_and_paths_are_bytes(tmp_path):
+    save(rank_files(small_model(), 1), tmp_path)
+    (path,) = tmp_path.iterdir()
+    found = consolidate_checkpoint(os.fsencode(path), os.fsencode(tmp_path / "m.pth"), suffix="")
+    assert found.path == f"{tmp_path}/m.pth"
+    assert_same(loaded(found.path), expected_state_dict(small_model()))
+
+
 def test_as_safetensors(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_file, "PIECE_BYTES", 16)
     prefix = save(rank_files(small_model(), 3), tmp_path)
@@ -289,11 +297,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("what", [*OPTIMIZERS, "not one", "missing"])
+@pytest.mark.parametrize("what", [*OPTIMIZERS, "not one", "missing", "ignored"])
 def test_optimizer_that_cannot_be_matched(tmp_path, capsys, what):
     files = with_optimizer(rank_files(small_model(), 2))
     if what in OPTIMIZERS:
         OPTIMIZERS[what](files[1]["optimizer"])
+    elif what == "ignored":  # as many as are frozen: the number of parameters is right
+        files[1]["shard_metadata"]["ignored"] = ["norm.half"]
     else:
         files[1]["optimizer"] = [1] if what == "not one" else None
     prefix = save(files, tmp_path)

@@ -1,6 +1,7 @@
 """Checkpoint folders consolidated, with every option, and cut anew for other numbers of ranks."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,7 +188,7 @@ def test_default_places(tmp_path):
         ({"save_path": "m.pth", "format": "safetensors"}, "not of --format safetensors"),
         ({"save_path": "m.pth", "optimizer": True}, "Pass a folder instead"),
         ({"save_path": "m.safetensors", "max_shard_size": "5GB"}, "Pass a folder instead"),
-        ({"save_path": "m", "format": "pth", "max_shard_size": "5GB"}, "cannot be split"),
+        ({"save_path": "m", "format": "pth", "max_shard_size": "5GB"}, "Pass --format safe"),
         ({"save_path": "m", "dtype": "int8"}, "expected one of bfloat16"),
         ({"save_path": "m", "format": "onnx"}, "expected one of"),
         ({"save_path": "m", "tied": {"a": "b"}}, "Remove --tied"),
@@ -369,6 +370,21 @@ def test_options_of_the_command_that_do_not_fit(tmp_path, capsys, done, others):
     named = err[-1].partition("cannot be used with ")[2].rstrip(".").split(". Remove ")
     expected = {option for option in others.split() if option.startswith("--")}
     assert [set(each.split(", ")) for each in named] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ("--reshard 2 --save_path {}/step-00000008", "of step 7.* Call it step-00000007, or"),
+        ("--tied a=b --tied a=c", "--tied says that 'a' is 'b' and 'c'. Remove one of them"),
+    ],
+)
+def test_options_of_the_command_that_contradict(tmp_path, capsys, options, said):
+    small_checkpoint(tmp_path / "step-00000007")
+    given = "--ckpt_prefix", tmp_path, *options.format(tmp_path).split()
+    code, _, err = run_cli(capsys, *given)
+    assert code == 2 and re.search(f"^OptionsError: .*{said}", err[-1])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 100_000, True, "2"])

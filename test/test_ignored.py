@@ -140,6 +140,7 @@ def states(rank, folder):
     optimizer = trained(model)
     full = full_state_dict(model, rank0_only=False)
     saved = save_checkpoint(f"{folder}/run", model, optimizer, step=1)
+    assert set(model.get_shard_metadata()["ignored"]) == {*IGNORED, "tied.weight"}
     other = built("flat")
     fresh = trained(other)
     with torch.no_grad():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from consolidating import Harmful
 from safetensors.torch import save_file
+from sharded_files import small_checkpoint
 from wrappings import assert_equal, plain_zoo, stacked, zoo
 
 from xla_fsdp import full_state_dict, load_weights
@@ -162,6 +163,11 @@ def spoilt(tmp_path):
     case(foreign, "one rank", "rank.pth", torch_file(rank_file))
     canary = {"a": Harmful(tmp_path / "executed")}
     case(unsafe, "nothing was executed", "canary.pth", torch_file(canary))
+    case(foreign, "Load it with load_checkpoint", "saves/step-00000007", small_checkpoint)
+    one = tmp_path / "saves" / "step-00000007" / "rank-00000-of-00003.safetensors"
+    case(foreign, "Load it with load_checkpoint", "saves", lambda path: None)
+    case(foreign, "Load it with load_checkpoint", one.relative_to(tmp_path), lambda path: None)
+    cases.append(("memory://weights/no", not_found, "memory://weights/no: does not exist"))
     case(not_found, "has none of", "empty", lambda path: path.mkdir())
     case(f"{unreadable}|{not_found}", "exist|No such", "no.safetensors", str)
     case(not_found, "does not exist", "no.pth", str)

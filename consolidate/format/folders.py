@@ -13,6 +13,7 @@ import posixpath
 import re
 import secrets
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from ..errors import CheckpointNotFoundError, IncompleteCheckpointError, NotAFolderError
@@ -71,7 +72,12 @@ def has_manifest(store: Store, folder: str) -> bool:
 
 
 def find_newest(store: Store, root: str, step: int | None = None) -> CheckpointFolder | None:
-    """The last complete save of ``step`` (``None``: of the highest step)."""
+    """The last complete save of ``step`` (``None``: of the highest step).
+
+    Raises TypeError if ``step`` is neither a number nor ``None``.
+    """
+    if step is not None and (isinstance(step, bool) or not isinstance(step, Real)):
+        raise TypeError(f"step must be an int or None, got {step!r:.80} ({type(step).__name__})")
     for place in reversed(list_folders(store, root)):
         if step in (None, place.step) and has_manifest(store, join(root, place.name)):
             return place
@@ -85,11 +91,19 @@ def resolve_checkpoint(path: Any, step: int | None = None) -> tuple[Store, str]:
     CheckpointNotFoundError, IncompleteCheckpointError.
     """
     store, folder = open_store(path)
-    names = store.list(folder)
+    names, shown = store.list(folder), store.url(folder)
     if step is not None:
         place = find_newest(store, folder, step)
+        if place is None and manifest.NAME in names:
+            raise CheckpointNotFoundError(
+                f"{shown}: is one checkpoint, not a folder of several. Pass the folder above it, "
+                "or no step."
+            )
         if place is None:
-            raise CheckpointNotFoundError(f"{folder}: has no complete checkpoint of step {step}")
+            raise CheckpointNotFoundError(
+                f"{shown}: has no complete checkpoint of step {step}. Pass a step that it has, or "
+                "None for the newest."
+            )
         return store, join(folder, place.name)
     if manifest.NAME in names:
         return store, folder
@@ -97,9 +111,9 @@ def resolve_checkpoint(path: Any, step: int | None = None) -> tuple[Store, str]:
     if place is not None:
         return store, join(folder, place.name)
     if not store.is_folder(folder):
-        raise CheckpointNotFoundError(f"{folder}: does not exist. Pass a checkpoint folder.")
+        raise CheckpointNotFoundError(f"{shown}: does not exist. Pass a checkpoint folder.")
     raise IncompleteCheckpointError(
-        f"{folder}: has no {manifest.NAME}, and no folder step-... that has one. It is not a "
+        f"{shown}: has no {manifest.NAME}, and no folder step-... that has one. It is not a "
         "checkpoint, or its save did not finish. Use another checkpoint."
     )
 

@@ -64,6 +64,10 @@ class LocalStore:
     def is_folder(self, path: str) -> bool:
         return os.path.isdir(path)
 
+    def url(self, path: str) -> str:
+        """``path`` as messages show it."""
+        return path
+
     def make_folder(self, path: str) -> None:
         """Makes a folder and its parents if there is none, and makes its name durable."""
         made, above = list[str](), path

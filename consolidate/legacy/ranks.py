@@ -75,6 +75,7 @@ class Rank:
         label: name of the rank in messages, usually the path of its file.
         buffers: for each replicated value, its name and the dtype to restore or None.
         aliases: other keys under which a shard is stored, mapped to the parameter's key.
+        ignored: names in ``buffers`` that are parameters, which the optimizer may have.
         optimizer: the value under "optimizer" in the file, unchecked.
     """
 
@@ -85,6 +86,7 @@ class Rank:
     parameters: dict[str, LegacyParameter] = field(default_factory=dict)
     buffers: dict[str, tuple[str, torch.dtype | None]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     optimizer: Any = None
 
 
@@ -181,6 +183,8 @@ def _read_native(found: Fields, rank: Rank) -> None:
         )
         parameters[key] = LegacyParameter(each.text("layout"), each.integer("numel"), members)
     _require_keys(parameters, rank)
+    if "ignored" in found:
+        rank.ignored = found.names("ignored", least=0)
 
     owner = {name: key for key, parameter in parameters.items() for name in parameter.names}
     dtypes = found.child("buffers")

@@ -264,6 +264,8 @@ def _numbered(rank: Rank, count: int) -> tuple[Mapping[int, Mapping], Mapping[st
         )
 
     found = rank.optimizer
+    if rank.ignored:
+        fail(f"its wrapper ignores {rank.ignored[0]!r:.120}, which the optimizer may have")
     if not isinstance(found, Mapping) or not {"state", "param_groups"} <= found.keys():
         fail("'optimizer' is not the state_dict of a torch optimizer")
     state, groups = found["state"], found["param_groups"]

@@ -39,8 +39,8 @@ class Options:
             raise OptionsError(f"format is {self.format!r:.40}, expected one of {FORMATS}")
         if self.max_shard_size is not None and self.format != SAFETENSORS:
             raise OptionsError(
-                "max_shard_size requires --format safetensors: a torch file cannot be split. "
-                "Remove one of the two options."
+                "max_shard_size splits safetensors files only, and the result is a torch file. "
+                "Pass --format safetensors, or remove max_shard_size."
             )
 
 

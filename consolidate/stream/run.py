@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MissingRankError, OptionsError, WorldSizeError
+from ..format.folders import CheckpointFolder, parse_folder_name
 from ..legacy.ranks import read_rank
 from ..legacy.source import OUTPUT_NAME, LegacySource, open_legacy
 from .options import DTYPES, PTH, Options, choose_target, default_path, parse_size
@@ -85,7 +86,7 @@ def consolidate_checkpoint(
     several = "--optimizer" if optimizer else "--max_shard_size" if max_shard_size else ""
     sharded = isinstance(source, ShardedSource)
     target, is_folder, chosen = choose_target(
-        os.fspath(path), sharded, os.fspath(save_path), format, several
+        os.fsdecode(path), sharded, os.fsdecode(save_path), format, several
     )
     if dtype is not None and dtype not in DTYPES:
         raise OptionsError(f"dtype is {dtype!r:.40}, expected one of {', '.join(DTYPES)}")
@@ -129,8 +130,15 @@ def reshard_checkpoint(
         raise OptionsError(f"cannot reshard to {world_size!r:.40} ranks: expected 1 to 99999")
     source = open_source(path, suffix, tied=tied, allow_unsafe_pickle=allow_unsafe_pickle)
     say(f"found {source.world_size} ranks in {source.label}")
-    target = os.fspath(save_path).rstrip("/")
-    target = target or default_path(os.fspath(path).rstrip("/"), f"_of_{world_size}")
+    target = os.fsdecode(save_path).rstrip("/")
+    target = target or default_path(os.fsdecode(path).rstrip("/"), f"_of_{world_size}")
+    place, step = parse_folder_name(os.path.basename(target)), source.manifest.step
+    if place is not None and place.step != step:
+        raise OptionsError(
+            f"{target}: is named after step {place.step}, but {source.label} is of step {step}, so "
+            f"the result could not be read. Call it {CheckpointFolder(step).name}, or choose a "
+            "name that is not that of a step."
+        )
     plan = make_reshard_plan(source, world_size, tied or {})
     return _write_plan(source, plan, target, world_size, progress)
 
@@ -244,11 +252,11 @@ def consolidate_sharded_model_checkpoints(
     Raises:
         CheckpointError: a subclass; the message names the file. Nothing is written.
     """
-    prefix = os.fspath(ckpt_prefix)
+    prefix = os.fsdecode(ckpt_prefix)
     source = open_legacy(prefix, ckpt_suffix, tied)
     if not save_model:
         return source.state_dict(), None
-    target = os.fspath(save_path) or prefix + OUTPUT_NAME
+    target = os.fsdecode(save_path) or prefix + OUTPUT_NAME
     check_target(target, False, source.inputs)  # before reading the tensors
     state_dict, options = source.state_dict(), Options(PTH, tied=dict(tied or {}))
     plan = make_write_plan(source, options, os.path.basename(target), state_dict)

@@ -23,12 +23,13 @@ def open_source(
     allow_unsafe_pickle: bool = False,
 ) -> Source:
     """As :func:`~.run.consolidate_checkpoint`. Raises CheckpointError."""
-    prefix = os.fspath(path)
+    prefix = os.fsdecode(path)
     if suffix is None and _is_sharded_checkpoint(prefix):
         if tied:
             raise OptionsError(f"{prefix}: records its tied weights. Remove --tied.")
         return ShardedSource(prefix)
-    return open_legacy(prefix, suffix or LEGACY_SUFFIX, tied, allow_unsafe_pickle)
+    pattern = LEGACY_SUFFIX if suffix is None else suffix
+    return open_legacy(prefix, pattern, tied, allow_unsafe_pickle)
 
 
 def _is_sharded_checkpoint(path: str) -> bool:

@@ -58,10 +58,11 @@ class LoadedCheckpoint:
 
 @dataclass
 class Reader:
-    """Reads a checkpoint for this rank."""
+    """Reads a checkpoint for this rank. ``path``: its folder, as the user would write it."""
 
     checkpoint: ShardedCheckpoint
     exchange: RankExchange
+    path: str
 
     @property
     def source(self) -> str:
@@ -172,7 +173,7 @@ def prepare_load(
         _require_alike(scheduler, scheduler_state, source)
     extra = values.decode(manifest.extra, source)
     return Prepared(
-        result=LoadedCheckpoint(label, manifest.step, extra, manifest.world_size),
+        result=LoadedCheckpoint(reader.path, manifest.step, extra, manifest.world_size),
         tensors=list(iterate_new_values(inventory, match)) if weights else [],
         extra_state=match.extra_state if weights else {},
         optimizer=state,
@@ -291,7 +292,7 @@ def load_checkpoint(
             return None
 
         def read() -> Prepared:
-            reader = Reader(open_checkpoint(found), exchange)
+            reader = Reader(open_checkpoint(found), exchange, path=found[0])
             return prepare_load(reader, model, optimizer, scheduler, strict, restore_rng, weights)
 
         prepared = exchange.run_on_each_rank("read the checkpoint", read)
@@ -333,15 +334,14 @@ def find_checkpoint(
     path: str | os.PathLike, missing_ok: bool, step: int | None
 ) -> list[Any] | None:
     """The folder, save id and step of the checkpoint at ``path``; ``None`` if there is none."""
-    text = os.fsdecode(path)
     try:
-        _, folder = folders.resolve_checkpoint(text, step)
+        _, folder = folders.resolve_checkpoint(path, step)
     except CheckpointNotFoundError:
         if missing_ok:
             return None
         raise
     name = folder.rpartition("/")[2]
-    given = text.rstrip("/") or "/"
+    given = os.fsdecode(path).rstrip("/") or "/"
     is_itself = step is None and given.rpartition("/")[2] == name
     shown = given if is_itself else f"{given}/{name}"
     manifest = ShardedCheckpoint(shown).manifest

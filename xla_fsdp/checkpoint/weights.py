@@ -22,7 +22,9 @@ from ..consolidate.errors import (
 )
 from ..consolidate.format.container import TensorEntry, read_container
 from ..consolidate.format.dtypes import DTYPES, is_dense, tensor_bytes
+from ..consolidate.format.folders import list_folders
 from ..consolidate.format.local import LocalStore
+from ..consolidate.format.manifest import FORMAT, NAME
 from ..consolidate.format.store import Store, join, open_store, read
 from ..consolidate.format.strict import read_json
 from ..consolidate.legacy.source import read_file
@@ -46,6 +48,10 @@ _SAFETENSORS, _INDEX = ".safetensors", ".index.json"
 _PLAIN_NAME = re.compile(r"[^/\\\0\ud800-\udfff]+")
 # Training scripts save the weights under these keys.
 _KEYS = ("model", "state_dict", "module")
+_OF_SAVE = (
+    "{}: is of a sharded checkpoint. Load it with load_checkpoint, or make one file of it with "
+    "python -m xla_fsdp.consolidate."
+)
 _REMEDY = "if you trust it, load it with torch.load and pass the dict to load_full_state_dict"
 
 
@@ -153,10 +159,12 @@ def _open_weights(path: Any) -> dict[str, ReadableTensor]:
         names = store.list(place)
         found = next((name for name in _IN_FOLDER if name in names), None)
         if found is None:
+            if NAME in names or list_folders(store, place):
+                raise ForeignFileError(_OF_SAVE.format(store.url(place)))
             several = [name for name in names if name.endswith(_SAFETENSORS)]
             if len(several) != 1:
                 raise CheckpointNotFoundError(
-                    f"{place}: has none of {', '.join(_IN_FOLDER)}"
+                    f"{store.url(place)}: has none of {', '.join(_IN_FOLDER)}"
                     + (f", but {len(several)} files *{_SAFETENSORS}" if several else "")
                     + ". Pass the path of the file."
                 )
@@ -212,6 +220,8 @@ def _open_safetensors(store: Store, place: str) -> dict[str, ReadableTensor]:
     container = read_container(
         lambda begin, end: read(store, place, begin, end), store.size(place), place
     )
+    if container.metadata.get("format") == FORMAT:
+        raise ForeignFileError(_OF_SAVE.format(store.url(place)))
 
     def stored(entry: TensorEntry) -> ReadableTensor:
         def fill(out: torch.Tensor, begin: int) -> None:
@@ -225,8 +235,9 @@ def _open_safetensors(store: Store, place: str) -> dict[str, ReadableTensor]:
 
 def _open_torch(store: Store, place: str) -> dict[str, ReadableTensor]:
     if not isinstance(store, LocalStore):
+        store.size(place)  # raises if there is none
         raise ValueError(
-            f"{place}: torch files can be read from local paths only, because they are "
+            f"{store.url(place)}: torch files can be read from local paths only, because they are "
             "memory-mapped. Copy it to a local disk, or convert it to safetensors."
         )
     if not os.path.exists(place):

@@ -42,7 +42,7 @@ def shard_metadata(units: NamedUnits) -> dict[str, Any]:
         for tensor, members in sharded_names(units).items()
         if any(members)  # otherwise the module has been removed since
     }
-    world = units[0][1].world
+    world, ignored = units[0][1].world, _ignored_names(units)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -50,7 +50,19 @@ def shard_metadata(units: NamedUnits) -> dict[str, Any]:
         "rank": world.rank,
         "parameters": parameters,
         "buffers": buffers,
+        **({"ignored": ignored} if ignored else {}),
     }
+
+
+def _ignored_names(units: NamedUnits) -> list[str]:
+    ignored = {parameter for _, unit in units for parameter in unit.ignored}
+    names = (
+        dotted(path, name).replace(WRAPPED_PREFIX, "")
+        for path, module in units[0][1].module.named_modules(remove_duplicate=False)
+        for name, parameter in module._parameters.items()
+        if parameter in ignored
+    )
+    return list(dict.fromkeys(names))
 
 
 def sharded_names(units: NamedUnits) -> dict[ShardedTensor, list[list[str]]]:

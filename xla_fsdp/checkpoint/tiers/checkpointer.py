@@ -171,8 +171,8 @@ class TieredCheckpointer:
         """
         exchange = self._exchange
 
-        def read(checkpoint: ShardedCheckpoint) -> Prepared:
-            reader = Reader(checkpoint, exchange)
+        def read(checkpoint: ShardedCheckpoint, path: str) -> Prepared:
+            reader = Reader(checkpoint, exchange, path)
             return prepare_load(reader, model, optimizer, scheduler, strict, restore_rng)
 
         with synced_device():
@@ -250,7 +250,10 @@ class TieredCheckpointer:
             running.finish()
 
     def _read_newest(
-        self, step: int | None, missing_ok: bool, read: Callable[[ShardedCheckpoint], Prepared]
+        self,
+        step: int | None,
+        missing_ok: bool,
+        read: Callable[[ShardedCheckpoint, str], Prepared],
     ) -> Prepared | None:
         """Returns the result of ``read`` for the newest save that all ranks can read, or ``None``.
 
@@ -266,7 +269,8 @@ class TieredCheckpointer:
 
         def try_to_read(store: MultiHostStore) -> tuple[Prepared | None, str | None]:
             try:
-                return read(ShardedCheckpoint(store.folder, store, store.manifest())), None
+                checkpoint = ShardedCheckpoint(store.folder, store, store.manifest())
+                return read(checkpoint, store.folder), None
             except CorruptFileError as error:
                 return None, describe_error(error)
 
@@ -289,7 +293,7 @@ class TieredCheckpointer:
         if durable is None:
             return None
         return exchange.run_on_each_rank(
-            "read the checkpoint", lambda: read(open_checkpoint(durable))
+            "read the checkpoint", lambda: read(open_checkpoint(durable), durable[0])
         )
 
     def _list_saves(self) -> list[SaveDescription]:
