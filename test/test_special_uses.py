@@ -279,24 +279,6 @@ def test_structured_inputs_and_outputs(rank, kind, checkpointed):
     assert_same_gradients(model, plain, *([0.02, 0.02] if dtype else []))
 
 
-@on_each_rank(1)
-def test_one_rank_is_bit_for_bit_the_unwrapped_model(rank):
-    plain = mlp().to("xla")
-    model = wrapped(mlp(), "1")
-    pair = [(m, torch.optim.AdamW(m.parameters(), 0.1)) for m in (plain, model)]
-    for step in range(3):
-        losses = []
-        for m, optimizer in pair:
-            loss = mean_square(m, here(0, step))
-            loss.backward()
-            finish_step(optimizer)
-            losses.append(loss.item())
-        assert losses[0] == losses[1]
-    ours = whole(model, model.state_dict())
-    for name, value in plain.state_dict().items():
-        assert torch.equal(ours[name], value.cpu())
-
-
 def returned(module, x):
     return module.linear(x), module.linear.bias, [module.linear.weight.to(x.dtype)]
 
@@ -433,20 +415,6 @@ def test_a_module_under_two_names(rank):
     ours = whole(model, model.state_dict())
     assert ours.keys() == expected.keys() == {"a.weight", "a.bias", "b.weight", "b.bias"}
     assert all(torch.equal(ours[name], value) for name, value in expected.items())
-
-
-def leaves_work_behind(rank, synced):
-    model = wrapped(mlp(), "1")
-    for _ in range(2):
-        mean_square(model, here(rank)).backward()
-        if synced:
-            torch_xla.sync()
-    return [p.grad for p in model.parameters()] if rank == 0 and synced else None
-
-
-def test_launches_that_leave_work_behind(run_ranks):
-    for synced in (False, True, False, True):
-        run_ranks(leaves_work_behind, 2, synced)
 
 
 @on_each_rank(1)
