@@ -9,10 +9,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank, raises, without_ranks
-from small_models import (
-    whole,
-    wrapped,
-)
+from small_models import mean_square, whole, without_sync, wrapped
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -109,14 +106,9 @@ def sharded(form, module, **options):
     return FSDP(module, **options)
 
 
-def backward_without_sync(form, model):
-    if form == "fully_shard":
-        model.set_requires_gradient_sync(False)
-        model(X.to("xla")).square().mean().backward()
-        model.set_requires_gradient_sync(True)
-    else:
-        with model.no_sync():
-            model(X.to("xla")).square().mean().backward()
+def backward_without_sync(model):
+    with without_sync(model):
+        mean_square(model, X.to("xla")).backward()
 
 
 def norm_of_gradients(model):
@@ -130,7 +122,7 @@ def test_gradients_that_are_not_reduced_cannot_be_used(rank, form):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("xla", init_scale=4.0)
     scaler.scale(torch.ones((), device="xla"))
-    backward_without_sync(form, model)
+    backward_without_sync(model)
     shards = list(model.parameters())
     grad = shards[0].grad
     assert (grad.shape, grad.dtype, grad.device.type) == ((6, 6), torch.float32, "xla")
@@ -149,7 +141,7 @@ def test_gradients_that_are_not_reduced_cannot_be_used(rank, form):
         raises(RuntimeError, text, use)
     other = sharded(form, linear())
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    model(X.to("xla")).square().mean().backward()
+    mean_square(model, X.to("xla")).backward()
     plain = linear()
     (plain(X).square().mean() * 2).backward()
     assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(plain))
@@ -175,7 +167,7 @@ def test_stored_gradients_are_dropped_as_in_torch(rank, form):
     for name, drop in DROPS.items():
         model = sharded(form, linear())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        backward_without_sync(form, model)
+        backward_without_sync(model)
         drop(model, optimizer)
-        model(X.to("xla")).square().mean().backward()
+        mean_square(model, X.to("xla")).backward()
         assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(plain)), name

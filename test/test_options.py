@@ -15,13 +15,7 @@ import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.integrations.lightning.wrap_settings import WrapSettings
 from xla_fsdp.integrations.sharding import Sharding
-from xla_fsdp.sharding.options import (
-    FULLY_SHARD,
-    SCAN,
-    WRAPPER,
-    FSDPOptions,
-    flag,
-)
+from xla_fsdp.sharding.options import FULLY_SHARD, SCAN, WRAPPER, FSDPOptions, flag
 from xla_fsdp.wrap import always_wrap_policy, transformer_auto_wrap_policy
 
 FLAG = (1, TypeError, "True or False", "leave it out")

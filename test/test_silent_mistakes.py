@@ -162,14 +162,16 @@ def test_loss_scaling_asks_all_ranks(rank):
 
     rows = {"shard_param_on_dim_0": True}  # no rank has padding alone
     host = {"cpu_offload": xla_fsdp.CPUOffload()}  # rank 1 has only padding of the first parameter
-    for bad, options, fused in [
-        (None, rows, False), (0, rows, False), (1, rows, False),
-        (None, host, False), (0, host, False), (None, host, True), (0, host, True),
+    ours, torchs = xla_fsdp.ShardedGradScaler, functools.partial(torch.amp.GradScaler, "xla")
+    for bad, options, fused, make in [
+        (None, rows, False, ours), (0, rows, False, ours), (1, rows, False, ours),
+        (None, host, False, ours), (0, host, False, ours), (None, host, True, ours),
+        (0, host, True, ours), (None, {}, False, torchs), (0, rows, False, torchs),
     ]:  # fmt: skip
         model, plain = wrapped(mlp(), **options), mlp()
         mine = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
         theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-        scaler = xla_fsdp.ShardedGradScaler(init_scale=8.0, growth_interval=1)
+        scaler = make(init_scale=8.0, growth_interval=1)
         before = values(model)
         scaler.scale(mean_square(model, here(rank))).backward()
         if rank == bad:
