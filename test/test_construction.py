@@ -371,18 +371,6 @@ def test_other_moves_are_those_of_torch(rank):
     assert scripted.to(torch.float64)[0].weight.dtype == torch.float64
 
 
-@on_each_rank(2)
-def test_an_optimizer_made_before_the_wrapping(rank):
-    model = Tied()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model = FSDP(model.to("xla"))
-    model(tokens(rank).to("xla")).sum().backward()
-    raises(RuntimeError, r"made before module.*shape \[9, 6\] on cpu", optimizer.step)
-    for parameter in optimizer.param_groups[0]["params"]:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()  # it has what to train
-
-
 @on_each_rank(1)
 def test_hooks_and_attributes_stay(rank):
     model, calls = nn.Linear(2, 2), []
@@ -504,34 +492,6 @@ def test_values_come_with_a_load_or_are_missed(rank, tmp_path):
     found = whole(model, model.state_dict())
     assert all(torch.equal(found[name], value) for name, value in state.items())
     model(x)
-
-
-@on_each_rank(2, timeout=1500)
-def test_buffers_that_no_checkpoint_has(rank):
-    def positions(device):
-        with torch.device(device):
-            weight = nn.Parameter(torch.ones(WIDTH))
-            module = Computes(lambda self, x: x * self.weight + self.steps, weight=weight)
-            module.register_buffer("steps", torch.arange(WIDTH).float(), persistent=False)
-        return nn.Sequential(module)
-
-    def loaded(init):
-        model = FSDP(positions("meta"), param_init_fn=init)
-        xla_fsdp.load_full_state_dict(model, {"0.weight": torch.ones(WIDTH)})
-        return model
-
-    expected = positions("cpu")(inputs(rank))
-    model = loaded(xla_fsdp.defer_init)
-    raises(RuntimeError, "before '0.steps' had values.* no checkpoint contains", model, here(rank))
-    with FSDP.summon_full_params(model):
-        model.module[0].steps.copy_(torch.arange(WIDTH).float())
-    assert torch.equal(model(here(rank)).cpu(), expected)
-
-    def init(module):
-        xla_fsdp.defer_init(module)
-        module.steps = torch.arange(WIDTH).float()
-
-    assert torch.equal(loaded(init)(here(rank)).cpu(), expected)
 
 
 @on_each_rank(2, timeout=1500)

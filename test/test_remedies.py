@@ -105,12 +105,23 @@ def meta_without_reset(wrong):
     with model.summon_full_params(model):
         model.init_weights()
     require_initialized(model)
-    model = wrap(on_meta(), param_init_fn=xla_fsdp.defer_init)
-    xla_fsdp.load_full_state_dict(model, Scaled(True).state_dict() | {"scale": torch.ones(4)})
-    with wrong("before 'turns' had values"):
-        model(x())
-    model.module.turns = model.module.rotations().to("xla")
-    trains(model)
+
+    def with_turns(module):
+        xla_fsdp.defer_init(module)
+        if isinstance(module, Scaled):
+            module.turns = module.rotations()
+
+    plain = Scaled(True)
+    plain.init_weights()
+    for init in (xla_fsdp.defer_init, with_turns):
+        model = wrap(on_meta(), param_init_fn=init)
+        xla_fsdp.load_full_state_dict(model, plain.state_dict())
+        if init is xla_fsdp.defer_init:
+            with wrong("before 'turns' had values.* no checkpoint contains"):
+                model(x())
+            with model.summon_full_params(model):
+                model.module.turns.copy_(model.module.rotations())
+        torch.testing.assert_close(model(x()).cpu(), plain(x().cpu()))
 
 
 @case("the first forward was called before '0.scale', '0.turns'.* had values")
@@ -336,6 +347,14 @@ def optimizer_before_wrapping(wrong):
         nn.utils.clip_grad_norm_(kept, 1.0)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     trains(model)
+    plain = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    wrap(plain.to("xla"))(x()).sum().backward()
+    with wrong(r"made before module.*shape \[4, 4\] on cpu"):
+        optimizer.step()
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # it has what to train
 
 
 @case("Adam the state of the full parameter '0.weight'.*load_full_optim_state_dict")

@@ -374,10 +374,9 @@ UNITS = ("wrapper", "fully_shard", "scanned")
 
 
 @pytest.mark.parametrize("form", UNITS)
-@pytest.mark.parametrize("first", [0, 4, 8])
 @on_each_rank(2)
-def test_optimizers_of_torch(rank, first, form):
-    for name, options in list(OPTIMIZERS.items())[first : first + 4]:
+def test_optimizers_of_torch(rank, form):
+    for name, options in OPTIMIZERS.items():
         plain, model = nets(form)
         kind = getattr(torch.optim, name)
         mine, theirs = (kind(one.parameters(), lr=0.1, **options) for one in (model, plain))
@@ -716,24 +715,15 @@ def test_values_of_host_shards_on_both_devices(rank):
         torch.testing.assert_close(found.detach(), mixed(plain).detach())
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("in the backward")
-
-
 @on_each_rank(2)
 def test_a_penalty_after_a_backward_that_raised(rank):
     model = on_host()
     shard = next(model.parameters())
     x = torch.ones(3, device="xla", requires_grad=True)
-    other = Raises.apply(x).sum()  # older, so its backward is the last
-    with pytest.raises(ArithmeticError):
-        (other + shard.square().sum()).backward()
+    other = x * 1  # older, so its backward is the last
+    other.register_hook(lambda grad: 1 / 0)
+    loss = other.sum() + shard.square().sum()
+    raises(ZeroDivisionError, "", loss.backward)
     shard.grad = None
     shard.square().sum().backward()
     close(shard.grad.full_tensor(), 2 * shard.detach().full_tensor().cpu())
