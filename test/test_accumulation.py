@@ -91,19 +91,12 @@ def test_gradients_that_are_asked_for_by_name(rank):
         torch.testing.assert_close(whole(model, mine), expected, rtol=1e-4, atol=1e-6)
 
 
-FORMS = ("wrapper", "fully_shard")
 X = torch.ones(4, 6)
 
 
 def linear():
     torch.manual_seed(0)
     return nn.Linear(6, 6)
-
-
-def sharded(form, module, **options):
-    if form == "fully_shard":
-        return fully_shard(module.to("xla"), **options)
-    return FSDP(module, **options)
 
 
 def backward_without_sync(model):
@@ -115,10 +108,10 @@ def norm_of_gradients(model):
     return nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wrap", [FSDP, fully_shard])
 @on_each_rank(2)
-def test_gradients_that_are_not_reduced_cannot_be_used(rank, form):
-    model = sharded(form, linear())
+def test_gradients_that_are_not_reduced_cannot_be_used(rank, wrap):
+    model = wrap(linear())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("xla", init_scale=4.0)
     scaler.scale(torch.ones((), device="xla"))
@@ -139,7 +132,7 @@ def test_gradients_that_are_not_reduced_cannot_be_used(rank, form):
     ):
         text = "'weight' are stored by no_sync and not reduced.* Run the last backward before"
         raises(RuntimeError, text, use)
-    other = sharded(form, linear())
+    other = wrap(linear())
     torch.optim.SGD(other.parameters(), lr=0.1).step()
     mean_square(model, X.to("xla")).backward()
     plain = linear()
@@ -159,13 +152,13 @@ DROPS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wrap", [FSDP, fully_shard])
 @on_each_rank(1)
-def test_stored_gradients_are_dropped_as_in_torch(rank, form):
+def test_stored_gradients_are_dropped_as_in_torch(rank, wrap):
     plain = linear()
     plain(X).square().mean().backward()
     for name, drop in DROPS.items():
-        model = sharded(form, linear())
+        model = wrap(linear())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         backward_without_sync(model)
         drop(model, optimizer)
