@@ -29,15 +29,10 @@ from xla_fsdp import (
     to_dcp,
 )
 from xla_fsdp.checkpoint import inventory
-from xla_fsdp.consolidate.errors import (
-    MetadataMismatchError,
-    ModelMismatchError,
-    OtherRankError,
-    UnsupportedValueError,
-)
+from xla_fsdp.consolidate import errors
 from xla_fsdp.ranks.rank import current_rank
 
-refuses = functools.partial(raises, ModelMismatchError)
+refuses = functools.partial(raises, errors.ModelMismatchError)
 
 
 def out_and_in(rank, size):
@@ -167,7 +162,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(rank, size, folder):
         if rank == 0:
             refuses(text, load_full_state_dict, model, state)
         else:
-            raises(OtherRankError, "rank 0 could not", load_full_state_dict, model, None)
+            raises(errors.OtherRankError, "rank 0 could not", load_full_state_dict, model, None)
     only_one = good if rank == 1 else None
     raises(ValueError, "None on rank 0", load_full_state_dict, model, only_one)
     raises(TypeError, "must be a torch.nn.Module", full_state_dict, 3)
@@ -361,7 +356,7 @@ def test_other_ways_to_give_the_state(rank, size, folder):
     assert isinstance(counter, torch.Tensor) and counter.item() == 1
     optimizer.state["seen"] = 3
     for save in (full_optim_state_dict, lambda *both: save_checkpoint("x", *both, step=1)):
-        raises(UnsupportedValueError, "'seen', which belongs to no", save, model, optimizer)
+        raises(errors.UnsupportedValueError, "'seen', which belongs to no", save, model, optimizer)
 
 
 def halve(optimizer):
@@ -395,8 +390,8 @@ def test_state_of_another_kind_on_one_rank(rank):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for parameter in model.parameters():
             optimizer.state[parameter]["own"] = mine[rank]
-        with pytest.raises(MetadataMismatchError, match="of rank 1 has state .* keys or dtypes"):
-            full_optim_state_dict(model, optimizer)
+        text = "of rank 1 has state .* keys or dtypes"
+        raises(errors.MetadataMismatchError, text, full_optim_state_dict, model, optimizer)
 
 
 @pytest.mark.parametrize("shard", [FSDP, fully_shard])

@@ -284,10 +284,7 @@ def test_state_dicts_and_initialisation(rank):
 
 @on_each_rank(2)
 def test_what_is_not_possible_is_refused(rank):
-    from torch.distributed.checkpoint.state_dict import (
-        get_model_state_dict,
-        get_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint import state_dict as torchs
 
     def refused(match, error=ValueError, module=None, **options):
         raises(error, match, fully_shard, nn.Linear(2, 2) if module is None else module, **options)
@@ -321,9 +318,9 @@ def test_what_is_not_possible_is_refused(rank):
     with pytest.raises(AttributeError, match="Wrap with XlaFullyShardedDataParallel"):
         xla_fsdp.register_fsdp_forward_method(model, "decode")
     del model.decode
-    for get in (get_model_state_dict, get_optimizer_state_dict):
+    for get, count in ((torchs.get_model_state_dict, 0), (torchs.get_optimizer_state_dict, 1)):
         for one in (model, nn.Sequential(model), FSDP(nn.Linear(2, 2)), wrapped()):
-            own = [torch.optim.SGD(one.parameters(), lr=0.1)][: get is get_optimizer_state_dict]
+            own = [torch.optim.SGD(one.parameters(), lr=0.1)][:count]
             raises(RuntimeError, "xla_fsdp.full_state_dict", get, one, *own)
 
 
