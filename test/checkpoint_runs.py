@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 import torch_xla
+import torch_xla.runtime as xr
+from safetensors.torch import save_file
 from zoo import Zoo, batches, loss_of
 
 import xla_fsdp
@@ -84,3 +87,49 @@ class Run:
 
     def load(self, path, **options):
         return xla_fsdp.load_checkpoint(path, self.model, self.optimizer, self.scheduler, **options)
+
+
+def saves_and_loads(model, optimizer, folder):
+    """Every way to save, and every way to load what this call saves, by name, for all ranks."""
+    both, load = (model, optimizer), xla_fsdp.load_checkpoint
+    full = xla_fsdp.full_state_dict(model, rank0_only=False)
+    optim = xla_fsdp.full_optim_state_dict(*both, rank0_only=False)
+    saved = xla_fsdp.save_checkpoint(f"{folder}/saved", *both, step=1)
+    xla_fsdp.to_dcp(f"{folder}/dcp", *both)
+    rank, numbers = xr.global_ordinal(), itertools.count()
+    if rank == 0:
+        torch.save(full, f"{folder}/weights.pth")
+        save_file(full, f"{folder}/weights.safetensors")
+    of_rank_0 = full if rank == 0 else None
+
+    def new():  # a folder that one call alone writes to
+        return f"{folder}/{next(numbers)}"
+
+    def save_beside():
+        with xla_fsdp.AsyncCheckpointer(new()) as checkpointer:
+            checkpointer.save(*both, step=1)
+            checkpointer.wait()
+
+    def keep_in_memory():
+        here = {"fast": f"{new()}-{rank}", "host": f"{rank}", "address": "127.0.0.1"}
+        with xla_fsdp.TieredCheckpointer(new(), **here) as tiers:
+            tiers.save(*both, step=1, durable=True)
+            tiers.wait()
+            tiers.load(*both, restore_rng=False)
+
+    return {
+        "full_state_dict": lambda: xla_fsdp.full_state_dict(model),
+        "full_optim_state_dict": lambda: xla_fsdp.full_optim_state_dict(*both),
+        "save_checkpoint": lambda: xla_fsdp.save_checkpoint(new(), *both, step=1),
+        "to_dcp": lambda: xla_fsdp.to_dcp(new(), *both),
+        "AsyncCheckpointer": save_beside,
+        "TieredCheckpointer": keep_in_memory,
+    }, {
+        "load_full_state_dict": lambda: xla_fsdp.load_full_state_dict(model, of_rank_0),
+        "load_full_optim_state_dict": lambda: xla_fsdp.load_full_optim_state_dict(*both, optim),
+        "load_checkpoint": lambda: load(saved, *both, restore_rng=False),
+        "load_checkpoint, of nothing": lambda: load(f"{folder}/none", model, missing_ok=True),
+        "from_dcp": lambda: xla_fsdp.from_dcp(f"{folder}/dcp", *both, allow_pickle=True),
+        "a torch file": lambda: xla_fsdp.load_weights(model, f"{folder}/weights.pth"),
+        "safetensors": lambda: xla_fsdp.load_weights(model, f"{folder}/weights.safetensors"),
+    }

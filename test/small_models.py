@@ -1,5 +1,7 @@
 """Small models, inputs of every rank, and comparisons of a sharded model with a plain one."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 from torch import nn
 
+from xla_fsdp import FSDPModule
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.consolidate import consolidate_sharded_state_dicts
 from xla_fsdp.ranks.rank import current_rank
@@ -80,6 +83,18 @@ def hybrid(rank: int) -> dict[str, Any]:
         "sharding_world_size": 2,
         "replication_groups": [[0, 2], [1, 3]],
     }
+
+
+@contextlib.contextmanager
+def without_sync(model: nn.Module) -> Iterator[None]:
+    """``no_sync`` of a wrapper, and what ``fully_shard`` has instead."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        with model.no_sync():
+            yield
 
 
 def trace_as_on_tpu(on_tpu: bool = True) -> None:

@@ -9,10 +9,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from on_ranks import on_each_rank, raises, without_ranks
-from small_models import (
-    whole,
-    wrapped,
-)
+from small_models import mean_square, whole, without_sync, wrapped
 from torch import nn
 
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
@@ -94,7 +91,6 @@ def test_gradients_that_are_asked_for_by_name(rank):
         torch.testing.assert_close(whole(model, mine), expected, rtol=1e-4, atol=1e-6)
 
 
-FORMS = ("wrapper", "fully_shard")
 X = torch.ones(4, 6)
 
 
@@ -103,34 +99,23 @@ def linear():
     return nn.Linear(6, 6)
 
 
-def sharded(form, module, **options):
-    if form == "fully_shard":
-        return fully_shard(module.to("xla"), **options)
-    return FSDP(module, **options)
-
-
-def backward_without_sync(form, model):
-    if form == "fully_shard":
-        model.set_requires_gradient_sync(False)
-        model(X.to("xla")).square().mean().backward()
-        model.set_requires_gradient_sync(True)
-    else:
-        with model.no_sync():
-            model(X.to("xla")).square().mean().backward()
+def backward_without_sync(model):
+    with without_sync(model):
+        mean_square(model, X.to("xla")).backward()
 
 
 def norm_of_gradients(model):
     return nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wrap", [FSDP, fully_shard])
 @on_each_rank(2)
-def test_gradients_that_are_not_reduced_cannot_be_used(rank, form):
-    model = sharded(form, linear())
+def test_gradients_that_are_not_reduced_cannot_be_used(rank, wrap):
+    model = wrap(linear())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("xla", init_scale=4.0)
     scaler.scale(torch.ones((), device="xla"))
-    backward_without_sync(form, model)
+    backward_without_sync(model)
     shards = list(model.parameters())
     grad = shards[0].grad
     assert (grad.shape, grad.dtype, grad.device.type) == ((6, 6), torch.float32, "xla")
@@ -147,9 +132,9 @@ def test_gradients_that_are_not_reduced_cannot_be_used(rank, form):
     ):
         text = "'weight' are stored by no_sync and not reduced.* Run the last backward before"
         raises(RuntimeError, text, use)
-    other = sharded(form, linear())
+    other = wrap(linear())
     torch.optim.SGD(other.parameters(), lr=0.1).step()
-    model(X.to("xla")).square().mean().backward()
+    mean_square(model, X.to("xla")).backward()
     plain = linear()
     (plain(X).square().mean() * 2).backward()
     assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(plain))
@@ -167,15 +152,15 @@ DROPS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("wrap", [FSDP, fully_shard])
 @on_each_rank(1)
-def test_stored_gradients_are_dropped_as_in_torch(rank, form):
+def test_stored_gradients_are_dropped_as_in_torch(rank, wrap):
     plain = linear()
     plain(X).square().mean().backward()
     for name, drop in DROPS.items():
-        model = sharded(form, linear())
+        model = wrap(linear())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        backward_without_sync(form, model)
+        backward_without_sync(model)
         drop(model, optimizer)
-        model(X.to("xla")).square().mean().backward()
+        mean_square(model, X.to("xla")).backward()
         assert norm_of_gradients(model) == pytest.approx(norm_of_gradients(plain)), name

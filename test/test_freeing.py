@@ -22,18 +22,6 @@ from xla_fsdp.layers import einsum, linear_cross_entropy
 ROWS, COLUMNS = 48, 40
 
 
-class Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
-
-
 def weighted(compute):
     weight = nn.Parameter(torch.randn(ROWS, COLUMNS) * 0.1)
     return Computes(lambda self, x: compute(x, self.weight), weight=weight)
@@ -81,14 +69,12 @@ WEIGHTED = {
     "linear": lambda x, w: F.linear(x, w),
     "einsum": lambda x, w: torch.einsum("bk,nk->bn", x, w),
     "chunks": lambda x, w: torch.cat([F.linear(x, c) for c in w.chunk(3)], -1),
-    "unbind": lambda x, w: torch.stack([(x * row).sum(-1) for row in w[:3].unbind()]),
     "select and slice": lambda x, w: x[:, 2:11:3] * w[5, 2:11:3] + (x @ w.mT[:, 7:9]).sum(),
     "cast": lambda x, w: (x.bfloat16() @ w.bfloat16().t()).float(),
     "views of casts": lambda x, w: F.linear(x, w.half().float().view(4, 12, COLUMNS)[1]),
     "contiguous": lambda x, w: x @ w.t().contiguous(),
     "permute": lambda x, w: torch.tensordot(x, w.view(ROWS, 8, 5).permute(2, 1, 0).flatten(0, 1), 1)
     * 0.1,
-    "custom function": lambda x, w: Scale.apply(x, w),
     "norm": lambda x, w: F.layer_norm(x, (COLUMNS,), w[0], w[1]),
     "einsum of layers": lambda x, w: einsum("bk,hdk->bhd", x, w.view(6, 8, -1)).flatten(1),
     "loss of layers": lambda x, w: linear_cross_entropy(

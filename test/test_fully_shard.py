@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_xla
-import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, raises, without_ranks
 from planned import described
-from small_models import WORDS, Block, Language, assert_same_gradients, whole
+from small_models import WORDS, Block, Language, assert_same_gradients
 from small_models import wrapped as in_units
 from torch import nn
-from wrappings import assert_equal
 
 import xla_fsdp
 from xla_fsdp import FSDPModule, MixedPrecisionPolicy, checkpoint_module, fully_shard
@@ -58,8 +56,8 @@ def sharded(model: Model | None = None, /, **options: Any) -> Model:
     return in_units(model, "blocks.0", "blocks.1", wrap=fully_shard, **options)
 
 
-def wrapped(seed: int = 3, **options: Any) -> nn.Module:
-    return in_units(build(seed), "blocks.0", "blocks.1", **options)
+def wrapped(**options: Any) -> nn.Module:
+    return in_units(build(), "blocks.0", "blocks.1", **options)
 
 
 def tokens(step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
@@ -69,43 +67,6 @@ def tokens(step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
 
 def loss_of(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), batch.flatten())
-
-
-def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(parameters, lr=0.2)  # no state: all steps are one program
-
-
-def train(model, rank=0, size=1, steps=2, method="__call__", optimizer=None, first=0):
-    """Loss and norm of the gradients of every step: of this rank's part, and of all."""
-    optimizer = optimizer or optimizer_for(model)
-    device = next(model.parameters()).device
-    found = []
-    for step in range(first, first + steps):
-        batch = tokens(step, rank, size).to(device)
-        if method == "__call__":
-            logits = model(batch)
-        else:  # what only the methods of the model do
-            logits = model.head(getattr(model, method)(batch))
-        loss = loss_of(logits, batch)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((loss.detach(), norm))
-        if device.type == "xla":
-            torch_xla.sync()
-    return [(loss.item(), norm.item()) for loss, norm in found]
-
-
-def assert_like_plain(model, found, expected, plain, tolerance: float = 2e-5) -> None:
-    everyone = xm.mesh_reduce("losses", [loss for loss, _ in found], list)
-    means = [sum(losses) / len(losses) for losses in zip(*everyone, strict=True)]
-    found = [(mean, norm) for mean, (_, norm) in zip(means, found, strict=True)]
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    state = xla_fsdp.full_state_dict(model, rank0_only=False)
-    assert list(state) == list(plain.state_dict())
-    torch.testing.assert_close(state, plain.state_dict(), rtol=tolerance, atol=tolerance)
 
 
 def backward(model, batch):
@@ -280,38 +241,19 @@ def test_trains_like_plain_torch(rank, size):
         assert [n for n, _ in getattr(model, kind)()] == [n for n, _ in getattr(plain, kind)()]
     assert list(model.state_dict()) == list(plain.state_dict())
     xla_fsdp.register_fsdp_forward_method(model, "encode")
-    found = train(model, rank, size, method="encode")
-    assert_like_plain(model, found, train(plain, method="encode"), plain)
-
-
-def adamw(model):
-    # A large epsilon: where a gradient is all rounding error, Adam would amplify it to a full step.
-    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    for one, part in ((plain, tokens(0)), (model, tokens(0, rank, size).to("xla"))):
+        optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(one.head(one.encode(part)), part).backward()
+            optimizer.step()
+    state = xla_fsdp.full_state_dict(model, rank0_only=False)
+    torch.testing.assert_close(state, plain.state_dict(), rtol=2e-5, atol=2e-5)
 
 
 @on_each_rank(2, timeout=1500)
-def test_checkpoints_state_dicts_and_initialisation(rank, tmp_path):
-    plain = build()
-    plain_optimizer = adamw(plain)
-    first = train(plain, steps=1, optimizer=plain_optimizer)
-    before = {n: v.clone() for n, v in plain.state_dict().items()}
-    then = train(plain, steps=1, optimizer=plain_optimizer, first=1)
-    for number, (make, other) in enumerate([(sharded, wrapped), (wrapped, sharded)]):
-        model = make()
-        optimizer = adamw(model)
-        found = train(model, rank, 2, steps=1, optimizer=optimizer)
-        xla_fsdp.save_checkpoint(f"{tmp_path}/{number}", model, optimizer, step=1)
-        state = xla_fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
-        second = other(seed=7) if other is wrapped else sharded(build(7))
-        optimizer = adamw(second)
-        xla_fsdp.load_checkpoint(f"{tmp_path}/{number}", second, optimizer)
-        assert_equal(xla_fsdp.full_optim_state_dict(second, optimizer, rank0_only=False), state)
-        found += train(second, rank, 2, steps=1, optimizer=optimizer, first=1)
-        assert_like_plain(second, found, first + then, plain)
-
-    model = sharded(build(7))
-    assert xla_fsdp.load_full_state_dict(model, before if rank == 0 else None).missing_keys == []
-    torch.testing.assert_close(whole(model, model.state_dict()), before, rtol=0, atol=0)
+def test_state_dicts_and_initialisation(rank):
+    model = sharded()
     with FSDP.summon_full_params(model, writeback=False):
         assert model.head.weight is model.embed.weight
     model.load_state_dict(sharded(build(7)).state_dict())
@@ -334,17 +276,15 @@ def test_checkpoints_state_dicts_and_initialisation(rank, tmp_path):
     plain, model = build(), build()
     model.blocks = xla_fsdp.scan_blocks(list(model.blocks))
     xla_fsdp.fully_shard(model)
-    assert len(train(model, rank, 2, steps=1)) == 1
+    for one, batch in ((plain, tokens(0)), (model, tokens(0).to("xla"))):
+        torch.optim.SGD(backward(one, batch).parameters(), lr=0.5).step()
     state = xla_fsdp.full_state_dict(model, rank0_only=False)
-    assert set(state) == set(plain.state_dict())
+    torch.testing.assert_close(state, plain.state_dict(), rtol=2e-5, atol=2e-5)
 
 
 @on_each_rank(2)
 def test_what_is_not_possible_is_refused(rank):
-    from torch.distributed.checkpoint.state_dict import (
-        get_model_state_dict,
-        get_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint import state_dict as torchs
 
     def refused(match, error=ValueError, module=None, **options):
         raises(error, match, fully_shard, nn.Linear(2, 2) if module is None else module, **options)
@@ -374,15 +314,13 @@ def test_what_is_not_possible_is_refused(rank):
     raises(RuntimeError, "needs parameter 'embed.weight'.*register_fsdp", model.product)
     torch.testing.assert_close(model.squared().cpu(), build().squared(), rtol=1e-4, atol=1e-5)
     raises(RuntimeError, "stay on", model.cpu)
-    with pytest.raises(AttributeError, match="no method 'decode'"):
-        xla_fsdp.register_fsdp_forward_method(model, "decode")
     model.decode = model.blocks[0].forward  # as one that a PeftModel answers with
     with pytest.raises(AttributeError, match="Wrap with XlaFullyShardedDataParallel"):
         xla_fsdp.register_fsdp_forward_method(model, "decode")
     del model.decode
-    for get in (get_model_state_dict, get_optimizer_state_dict):
+    for get, count in ((torchs.get_model_state_dict, 0), (torchs.get_optimizer_state_dict, 1)):
         for one in (model, nn.Sequential(model), FSDP(nn.Linear(2, 2)), wrapped()):
-            own = [torch.optim.SGD(one.parameters(), lr=0.1)][: get is get_optimizer_state_dict]
+            own = [torch.optim.SGD(one.parameters(), lr=0.1)][:count]
             raises(RuntimeError, "xla_fsdp.full_state_dict", get, one, *own)
 
 

@@ -9,6 +9,7 @@ import weakref
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+from checkpoint_runs import saves_and_loads
 from on_ranks import finish_step, on_each_rank
 from torch import nn
 
@@ -17,7 +18,6 @@ from xla_fsdp import CPUOffload, checkpoint_module, scan_blocks
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.checkpoint.protocol import PlaceholderTensor
 from xla_fsdp.checkpoint.readable_tensor import ReadableTensor
-from xla_fsdp.consolidate import consolidate_checkpoint
 from xla_fsdp.consolidate.format.reader import RankFile, ShardedCheckpoint
 
 WIDTH = 24
@@ -90,47 +90,17 @@ def test_a_model_goes_without_the_garbage_collector(rank):
 
 @on_each_rank(2)
 def test_what_a_load_or_save_used_goes_without_the_garbage_collector(rank, tmp_path):
-    def load_full():
-        xla_fsdp.load_full_state_dict(model, xla_fsdp.full_state_dict(model) or None)
-
-    def save_beside():
-        with xla_fsdp.AsyncCheckpointer(f"{tmp_path}/beside") as checkpointer:
-            checkpointer.save(model, optimizer, step=1)
-
-    def keep_in_memory():
-        with xla_fsdp.TieredCheckpointer(
-            f"{tmp_path}/tiers", fast=f"{tmp_path}/host{rank}", host=f"{rank}", address="127.0.0.1"
-        ) as tiers:
-            tiers.save(model, optimizer, step=1)
-            tiers.load(model, optimizer)
-
-    def load_dcp():
-        xla_fsdp.from_dcp(f"{tmp_path}/dcp", model, optimizer, allow_pickle=True)
-
     def damaged():
         with contextlib.suppress(xla_fsdp.consolidate.CheckpointError):
-            xla_fsdp.load_weights(model, f"{tmp_path}/model.pth", prefix="no.")
+            xla_fsdp.load_weights(model, f"{tmp_path}/weights.pth", prefix="no.")
 
     model = nested()
     optimizer = torch.optim.AdamW(model.parameters())
     a_step(model, torch.ones(2, WIDTH).to("xla"))
     optimizer.step()
     torch_xla.sync()
-    saved = xla_fsdp.save_checkpoint(f"{tmp_path}/run", model, optimizer, step=1)
-    if rank == 0:
-        for name in ("model.safetensors", "model.pth"):
-            consolidate_checkpoint(saved, f"{tmp_path}/{name}")
-    xla_fsdp.to_dcp(f"{tmp_path}/dcp", model, optimizer)
-    uses = {
-        "load_checkpoint": lambda: xla_fsdp.load_checkpoint(saved, model, optimizer),
-        "load_full_state_dict": load_full,
-        "safetensors": lambda: xla_fsdp.load_weights(model, f"{tmp_path}/model.safetensors"),
-        "a torch file": lambda: xla_fsdp.load_weights(model, f"{tmp_path}/model.pth"),
-        "an error": damaged,
-        "from_dcp": load_dcp,
-        "AsyncCheckpointer": save_beside,
-        "TieredCheckpointer": keep_in_memory,
-    }
+    saves, loads = saves_and_loads(model, optimizer, tmp_path)
+    uses = {**saves, **loads, "an error": damaged}
     kinds = (PlaceholderTensor, ReadableTensor, ShardedCheckpoint, RankFile, threading.Thread)
     left = {}
     gc.disable()

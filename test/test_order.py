@@ -1,7 +1,6 @@
 """Gathers and reductions: their order, on which no value depends, and what travels in each."""
 
 import collections
-import contextlib
 import copy
 import re
 from unittest import mock
@@ -10,15 +9,7 @@ import pytest
 import torch
 import torch_xla
 from on_ranks import on_each_rank, slow
-from small_models import (
-    Computes,
-    assert_same_backward,
-    here,
-    hybrid,
-    mlp,
-    trace_as_on_tpu,
-    wrapped,
-)
+from small_models import Computes, assert_same_backward, here, hybrid, mlp, trace_as_on_tpu, wrapped
 from torch import nn
 
 from xla_fsdp import BackwardPrefetch, checkpoint_module
@@ -27,7 +18,6 @@ from xla_fsdp.collectives.order import Order
 from xla_fsdp.collectives.routes import attributes_of
 from xla_fsdp.collectives.world import World
 from xla_fsdp.comm_hooks import bf16_compress_hook
-from xla_fsdp.sharding.shard_reductions import UnreducedGradient
 from xla_fsdp.tpu.topology import resolve
 
 PREFETCH = [
@@ -238,19 +228,3 @@ def test_large_parameters_travel_alone_and_small_ones_together_by_dtype(rank):
         ("f64", "4,128", "all-gather"),
         ("f64", "2,128", "reduce-scatter"),
     ])  # fmt: skip
-
-
-@on_each_rank(2)
-def test_no_sync_saves_reductions(rank):
-    trace_as_on_tpu()
-    counts = []
-    for hold in (True, False):
-        model = wrapped(mlp(), "1")
-        torch_xla.sync()
-        with model.no_sync() if hold else contextlib.nullcontext():
-            model(here(rank)).sum().backward()
-        held = [isinstance(p.grad, UnreducedGradient) for p in model.parameters()]
-        assert all(one is hold for one in held)
-        found = collectives_of(model, model(here(rank)).sum())
-        counts.append(sum(kind == "reduce-scatter" for _, _, kind in found))
-    assert counts == [2, 4]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
+from checkpoint_runs import saves_and_loads
 from on_ranks import on_each_rank, slow
 from small_models import wrapped
 from torch import nn
@@ -19,7 +20,7 @@ from xla_fsdp import fully_shard
 from xla_fsdp.collectives.random_state import DeviceRandomState
 from xla_fsdp.integrations.full_weights import save_whole
 
-WIDTH, LOADS = 6, 7
+WIDTH = 6
 
 
 def build(form):
@@ -76,52 +77,21 @@ def looks_for_divergence(run):
 
 
 def reads(run, folder):
-    """Everything that only reads or saves, by name, and then what loads."""
-    model, optimizer = run.model, run.optimizer
-    save, load = xla_fsdp.save_checkpoint, xla_fsdp.load_checkpoint
-    full = xla_fsdp.full_state_dict(model, rank0_only=False)
-    full_optim = xla_fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
-    later = xla_fsdp.AsyncCheckpointer(f"{folder}/later")
-    tiered = xla_fsdp.TieredCheckpointer(f"{folder}/slow", fast=f"{folder}/fast")
-    saved = save(f"{folder}/saved", model, optimizer, step=1)
-    xla_fsdp.to_dcp(f"{folder}/dcp", model, optimizer)
-    if xr.global_ordinal() == 0:
-        torch.save(full, f"{folder}/weights.pth")
-
-    def everywhere(name):  # a folder that this call alone writes to
-        everywhere.count += 1
-        return f"{folder}/{name}-{everywhere.count}"
-
-    everywhere.count = 0
-    everything = {
+    """Everything that only reads or saves, and what loads, by name."""
+    model = run.model
+    saves, loads = saves_and_loads(model, run.optimizer, folder)
+    return {
         "state_dict": lambda: model.state_dict(),
-        "full_state_dict": lambda: xla_fsdp.full_state_dict(model),
-        "full_optim_state_dict": lambda: xla_fsdp.full_optim_state_dict(model, optimizer),
         "summon": lambda: summons(model),
         "summon, to read": lambda: summons(model, writeback=False, rank0_only=True),
         "summon, on the host": lambda: summons(model, offload_to_cpu=True),
         "summon, with gradients": lambda: summons(model, with_grads=True),
         "summon, and write": lambda: changed_while_summoned(model),
-        "save_checkpoint": lambda: save(everywhere("saved"), model, optimizer, step=1),
-        "AsyncCheckpointer.save": lambda: later.save(model, optimizer, step=1),
-        "AsyncCheckpointer.wait": lambda: later.wait(),
-        "TieredCheckpointer.save": lambda: tiered.save(model, optimizer, step=1, durable=True),
-        "TieredCheckpointer.wait": lambda: tiered.wait(),
-        "to_dcp": lambda: xla_fsdp.to_dcp(everywhere("dcp"), model, optimizer),
         "save_pretrained": lambda: save_whole(lambda m, d, state_dict=None: None, model, "x"),
         "detect_divergence": lambda: looks_for_divergence(run),
         "clip_grad_norm_": lambda: model.clip_grad_norm_(1e9),
-        "load_full_state_dict": lambda: xla_fsdp.load_full_state_dict(model, full),
-        "load_full_optim_state_dict": lambda: xla_fsdp.load_full_optim_state_dict(
-            model, optimizer, full_optim
-        ),
-        "load_checkpoint": lambda: load(saved, model, optimizer, restore_rng=False),
-        "load_checkpoint, of nothing": lambda: load(f"{folder}/none", model, missing_ok=True),
-        "TieredCheckpointer.load": lambda: tiered.load(model, optimizer, restore_rng=False),
-        "from_dcp": lambda: xla_fsdp.from_dcp(f"{folder}/dcp", model, optimizer, allow_pickle=True),
-        "load_weights": lambda: xla_fsdp.load_weights(model, f"{folder}/weights.pth"),
-    }
-    return list(everything.items())
+        **saves,
+    }, loads
 
 
 @pytest.mark.parametrize("form", ["class", slow("in place")])
@@ -130,7 +100,8 @@ def test_reading_and_saving_move_no_generator(rank, form, tmp_path):
     moved = []
     run = Run(form)
     run.step()
-    for name, read in reads(run, tmp_path):
+    only_read, loads = reads(run, tmp_path)
+    for name, read in (only_read | loads).items():
         for moment in ("between two steps", "in a step"):
             if moment == "in a step":
                 run.forward()
@@ -147,7 +118,7 @@ def test_a_run_that_reads_trains_as_one_that_does_not(rank, tmp_path):
     def train(read):
         run = Run()
         os.makedirs(f"{tmp_path}/{read}", exist_ok=True)
-        every = dict(reads(run, f"{tmp_path}/{read}")[:-LOADS])
+        every, _ = reads(run, f"{tmp_path}/{read}")
         found = [run.step(), run.step(every["full_state_dict"]) if read else run.step()]
         if read:
             for one in every.values():

@@ -105,12 +105,23 @@ def meta_without_reset(wrong):
     with model.summon_full_params(model):
         model.init_weights()
     require_initialized(model)
-    model = wrap(on_meta(), param_init_fn=xla_fsdp.defer_init)
-    xla_fsdp.load_full_state_dict(model, Scaled(True).state_dict() | {"scale": torch.ones(4)})
-    with wrong("before 'turns' had values"):
-        model(x())
-    model.module.turns = model.module.rotations().to("xla")
-    trains(model)
+
+    def with_turns(module):
+        xla_fsdp.defer_init(module)
+        if isinstance(module, Scaled):
+            module.turns = module.rotations()
+
+    plain = Scaled(True)
+    plain.init_weights()
+    for init in (xla_fsdp.defer_init, with_turns):
+        model = wrap(on_meta(), param_init_fn=init)
+        xla_fsdp.load_full_state_dict(model, plain.state_dict())
+        if init is xla_fsdp.defer_init:
+            with wrong("before 'turns' had values.* no checkpoint contains"):
+                model(x())
+            with model.summon_full_params(model):
+                model.module.turns.copy_(model.module.rotations())
+        torch.testing.assert_close(model(x()).cpu(), plain(x().cpu()))
 
 
 @case("the first forward was called before '0.scale', '0.turns'.* had values")
@@ -149,7 +160,7 @@ def to_empty_of_a_wrapper(wrong):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@case("ignored modules are not initialized")
+@case("'weight' of an ignored Linear is on the meta device.* ignored modules are not initialized")
 def ignored_on_meta(wrong):
     model = linears()
     model[1].to("meta")
@@ -336,6 +347,14 @@ def optimizer_before_wrapping(wrong):
         nn.utils.clip_grad_norm_(kept, 1.0)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     trains(model)
+    plain = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    wrap(plain.to("xla"))(x()).sum().backward()
+    with wrong(r"made before module.*shape \[4, 4\] on cpu"):
+        optimizer.step()
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # it has what to train
 
 
 @case("Adam the state of the full parameter '0.weight'.*load_full_optim_state_dict")
@@ -354,38 +373,25 @@ def full_optimizer_state(wrong):
     optimizer.step()
 
 
-@case("Skips draws random numbers on the host.*choose by torch.where")
+def scanned(compute):
+    """Two equal blocks that compute this with the output of a linear layer."""
+    blocks = [Computes(lambda self, x: compute(self.linear(x))) for _ in range(2)]
+    for block in blocks:
+        block.linear = nn.Linear(4, 4)
+    return xla_fsdp.scan_blocks(blocks)
+
+
+@case("Computes draws random numbers on the host.*choose by torch.where")
 def drawn_on_the_host(wrong):
-    class Skips(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * torch.rand(()).to(x.device)
-
-    class Drops(nn.Linear):
-        def forward(self, x):
-            return torch.where(torch.rand((), device=x.device) < 0.5, x, super().forward(x))
-
     with wrong():
-        xla_fsdp.scan_blocks([Skips(4, 4), Skips(4, 4)])(x())
-    trains(xla_fsdp.scan_blocks([Drops(4, 4), Drops(4, 4)]))
+        scanned(lambda y: y * torch.rand(()).to(y.device))(x())
+    trains(scanned(lambda y: torch.where(torch.rand((), device=y.device) < 0.5, -y, y)))
 
 
-@case("Branches reads values on the host.*torch.where instead of if")
+@case("Computes reads values on the host.*torch.where instead of if")
 def read_in_a_block(wrong):
-    class Branches(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) if x.sum() > 0 else x
-
-    class Computes(nn.Linear):
-        def __init__(self, function):
-            super().__init__(4, 4)
-            self.function = function
-
-        def forward(self, x):
-            return self.function(super().forward(x))
-
-    class Selects(nn.Linear):
-        def forward(self, x):
-            return torch.where(x.sum() > 0, super().forward(x), x)
+    def selects(y):
+        return torch.where(y.sum() > 0, y, -y)
 
     class Scaled(torch.autograd.Function):
         @staticmethod
@@ -399,36 +405,36 @@ def read_in_a_block(wrong):
     bag = nn.EmbeddingBag(4, 4, device="xla").requires_grad_(False)
 
     with wrong():
-        xla_fsdp.scan_blocks([Branches(4, 4), Branches(4, 4)])(x())
+        scanned(lambda y: y if y.sum() > 0 else -y)(x())
     with wrong("backward of Computes calls aten._local_scalar_dense"):
-        xla_fsdp.scan_blocks([Computes(Scaled.apply)])(x()).sum().backward()
+        scanned(Scaled.apply)(x()).sum().backward()
     for hook, does in (
         (lambda state, bucket: bucket.reduce() * bucket.buffer().norm().item(), "reads values"),
         (lambda state, bucket: bucket.reduce(bucket.buffer() * torch.rand(()).item()), "draws"),
         (lambda state, bucket: bucket.reduce(torch.hypot(*[bucket.buffer()] * 2)), "calls aten"),
     ):
-        blocks = xla_fsdp.scan_blocks([Selects(4, 4)])
+        blocks = scanned(selects)
         blocks.register_comm_hook(None, hook)
-        with wrong(f"communication hook of Selects {does}"):
+        with wrong(f"communication hook of Computes {does}"):
             blocks(x()).sum().backward()
     with wrong(r"reads values on the host \(_weight_norm\)"):
         block = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
         xla_fsdp.scan_blocks([block])(x())
-    orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+    orthogonal = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)))
     # torch_xla has a kernel for the last ones, which computes on the host.
-    for block, operator in (
-        (orthogonal, "linalg_matrix_exp"),
-        (Computes(lambda y: torch.hypot(y, y)), "hypot"),
-        (Computes(lambda y: nn.functional.glu(torch.cat([y, y], -1))), "glu_backward"),
-        (Computes(lambda y: nn.functional.rrelu(y, training=True)), "rrelu_with_noise"),
-        (Computes(lambda y: torch.poisson(y)), "poisson"),
-        (Computes(lambda y: torch.polar(y, y).abs()), "polar"),
-        (Computes(lambda y: bag(y.long().clamp(0, 3))), "_embedding_bag"),
-        (Computes(lambda y: y.masked_scatter(y > 0, y)), "masked_scatter_backward"),
+    for blocks, operator in (
+        (xla_fsdp.scan_blocks([orthogonal]), "linalg_matrix_exp"),
+        (scanned(lambda y: torch.hypot(y, y)), "hypot"),
+        (scanned(lambda y: nn.functional.glu(torch.cat([y, y], -1))), "glu_backward"),
+        (scanned(lambda y: nn.functional.rrelu(y, training=True)), "rrelu_with_noise"),
+        (scanned(lambda y: torch.poisson(y)), "poisson"),
+        (scanned(lambda y: torch.polar(y, y).abs()), "polar"),
+        (scanned(lambda y: bag(y.long().clamp(0, 3))), "_embedding_bag"),
+        (scanned(lambda y: y.masked_scatter(y > 0, y)), "masked_scatter_backward"),
     ):
         with wrong(f"calls aten.{operator}.*, which torch_xla computes"):
-            xla_fsdp.scan_blocks([nn.Sequential(block)])(x()).sum().backward()
-    trains(xla_fsdp.scan_blocks([Selects(4, 4), Selects(4, 4)]))
+            blocks(x()).sum().backward()
+    trains(scanned(selects))
 
 
 @case("hooks.*remove it, or wrap each block separately")

@@ -104,9 +104,6 @@ ELEMENTS = {
     "operators": lambda p: 1 - p * 2 / 3 + p**2,
     "compared": lambda p: (p > 0) & ~(p >= 0.2),
     "where": lambda p: torch.where(p > 0, p, torch.zeros_like(p)),
-    "clamp": lambda p: p.clamp(-0.1, 0.1),
-    "lerp": lambda p: p.lerp(p.exp(), 0.3),
-    "addcdiv": lambda p: p.addcdiv(p, p.abs() + 1, value=0.5),
     "masked_fill": lambda p: p.masked_fill(p > 0, 2.0),
     "to": lambda p: p.double(),
     "clone": lambda p: p.detach().clone().add_(torch.tensor(1.0)),
@@ -374,10 +371,9 @@ UNITS = ("wrapper", "fully_shard", "scanned")
 
 
 @pytest.mark.parametrize("form", UNITS)
-@pytest.mark.parametrize("first", [0, 4, 8])
 @on_each_rank(2)
-def test_optimizers_of_torch(rank, first, form):
-    for name, options in list(OPTIMIZERS.items())[first : first + 4]:
+def test_optimizers_of_torch(rank, form):
+    for name, options in OPTIMIZERS.items():
         plain, model = nets(form)
         kind = getattr(torch.optim, name)
         mine, theirs = (kind(one.parameters(), lr=0.1, **options) for one in (model, plain))
@@ -398,27 +394,6 @@ def test_optimizers_of_torch(rank, first, form):
         again.step()
         theirs.step()
         assert_same(plain, model)
-
-
-@pytest.mark.parametrize("form", UNITS)
-@on_each_rank(2)
-def test_averaged_models_and_clipped_values(rank, form):
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    plain, model = nets(form)
-    average = get_ema_multi_avg_fn(0.5)
-    averages = [AveragedModel(one, multi_avg_fn=average) for one in (plain, model)]
-    for step in range(2):
-        give_gradients(plain, model, step)
-        for one in (plain, model):
-            nn.utils.clip_grad_value_(one.parameters(), 1.5)
-            with torch.no_grad():
-                for parameter in one.parameters():
-                    parameter.sub_(parameter.grad * 0.1)
-        for average, one in zip(averages, (plain, model), strict=True):
-            average.update_parameters(one)
-    assert_same(plain, model)
-    assert_same(averages[0].module, averages[1].module)
 
 
 WAYS_TO_COPY = {
@@ -456,27 +431,6 @@ def test_an_update_in_place_leaves_what_was_copied(form):
                 assert torch.equal(theirs.full_tensor().cpu(), value * 2)
         target[0].copy_(5)
         assert (target[0].full_tensor() == 5).all()
-
-
-@pytest.mark.parametrize("form", UNITS)
-@on_each_rank(2)
-def test_torchs_gradient_scaler(rank, form):
-    for infinite in (False, True):
-        plain, model = nets(form)
-        give_gradients(plain, model, 0)
-        mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
-        scaler = torch.amp.GradScaler("xla", init_scale=2.0)
-        scaler.scale(torch.ones((), device="xla"))
-        for parameter in model.parameters():
-            parameter.grad *= 2
-        if infinite and rank == 0:
-            parameter.grad.to_local().fill_(math.inf)
-        scaler.step(mine)
-        scaler.update()
-        if not infinite:
-            theirs.step()
-        assert_same(plain, model)
-        assert scaler.get_scale() == (1.0 if infinite else 2.0)
 
 
 # They leave numbers, and NaN, where a shard has padding.
@@ -758,24 +712,15 @@ def test_values_of_host_shards_on_both_devices(rank):
         torch.testing.assert_close(found.detach(), mixed(plain).detach())
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("in the backward")
-
-
 @on_each_rank(2)
 def test_a_penalty_after_a_backward_that_raised(rank):
     model = on_host()
     shard = next(model.parameters())
     x = torch.ones(3, device="xla", requires_grad=True)
-    other = Raises.apply(x).sum()  # older, so its backward is the last
-    with pytest.raises(ArithmeticError):
-        (other + shard.square().sum()).backward()
+    other = x * 1  # older, so its backward is the last
+    other.register_hook(lambda grad: 1 / 0)
+    loss = other.sum() + shard.square().sum()
+    raises(ZeroDivisionError, "", loss.backward)
     shard.grad = None
     shard.square().sum().backward()
     close(shard.grad.full_tensor(), 2 * shard.detach().full_tensor().cpu())

@@ -162,14 +162,16 @@ def test_loss_scaling_asks_all_ranks(rank):
 
     rows = {"shard_param_on_dim_0": True}  # no rank has padding alone
     host = {"cpu_offload": xla_fsdp.CPUOffload()}  # rank 1 has only padding of the first parameter
-    for bad, options, fused in [
-        (None, rows, False), (0, rows, False), (1, rows, False),
-        (None, host, False), (0, host, False), (None, host, True), (0, host, True),
+    ours, torchs = xla_fsdp.ShardedGradScaler, functools.partial(torch.amp.GradScaler, "xla")
+    for bad, options, fused, make in [
+        (None, rows, False, ours), (0, rows, False, ours), (1, rows, False, ours),
+        (None, host, False, ours), (0, host, False, ours), (None, host, True, ours),
+        (0, host, True, ours), (None, {}, False, torchs), (0, rows, False, torchs),
     ]:  # fmt: skip
         model, plain = wrapped(mlp(), **options), mlp()
         mine = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
         theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-        scaler = xla_fsdp.ShardedGradScaler(init_scale=8.0, growth_interval=1)
+        scaler = make(init_scale=8.0, growth_interval=1)
         before = values(model)
         scaler.scale(mean_square(model, here(rank))).backward()
         if rank == bad:
@@ -280,7 +282,6 @@ def test_parameters_of_another_unit(rank, rows):
 @on_each_rank(2)
 def test_what_a_wrapper_can_not_use_is_refused(rank):
     model = wrapped(nn.Sequential(mlp()), "0")
-    raises(RuntimeError, r"got a tensor of shape \(2, 6\) on cpu.*\.to\('xla", model, inputs(rank))
     for move in (lambda: model.cpu(), lambda: nn.Sequential(model).to("cpu")):
         raises(RuntimeError, "shards of a wrapped module stay on xla", move)
     model.to("xla").double().float()
@@ -354,30 +355,23 @@ def test_attributes_set_on_the_wrapper_are_the_modules(rank):
 
 @on_each_rank(2)
 def test_likely_mistakes_are_told_of(rank):
-    def warned(model) -> list[str]:
-        with warnings_of_ranks(rank) as found:
-            model(here(rank))
-        return xm.mesh_reduce("found", found, lambda lists: sum(lists, []))
+    def built(**options):
+        torch.manual_seed(rank)
+        return wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH)), "0", **options)
 
-    model = wrapped(mlp())
-    model.module.add_module("late", nn.Linear(3, 3).to("xla"))
-    found = warned(model)
-    assert any("'late.weight', 'late.bias' came into the model after" in one for one in found)
-
-    torch.manual_seed(rank)
-    model = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), "1")
-    found = warned(model)
-    assert any("ranks built '" in one and "sync_module_states" in one for one in found)
-    assert not warned(model)  # once
-    torch.manual_seed(rank)
-    model = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
-    model.load_state_dict(copy.deepcopy(model.state_dict()))
-    assert not warned(model)  # loaded since
-    assert not warned(wrapped(mlp(), "1"))
-
-    torch.manual_seed(rank)
-    model = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH)), sync_module_states=True)
-    assert not warned(model)
+    late, loaded = wrapped(mlp()), built()
+    late.module.add_module("late", nn.Linear(3, 3).to("xla"))
+    with every_rank_warns(rank, "'late.weight', 'late.bias' came into the model after"):
+        late(here(rank))
+    model = built()
+    with warnings_of_ranks(rank) as found:
+        model(here(rank))
+    assert rank or any("ranks built '0'" in one and "sync_module_states" in one for one in found)
+    loaded.load_state_dict(copy.deepcopy(loaded.state_dict()))
+    # Of the model that the warning was of, it is given once.
+    for quiet in (model, loaded, wrapped(mlp(), "1"), built(sync_module_states=True)):
+        with every_rank_warns(rank, None):
+            quiet(here(rank))
 
 
 class WithBuffer(nn.Module):

@@ -26,6 +26,7 @@ from small_models import (
     mlp,
     trace_as_on_tpu,
     whole,
+    without_sync,
     wrapped,
 )
 from torch import nn
@@ -33,17 +34,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 
-from xla_fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    FSDPModule,
-    checkpoint_module,
-    full_state_dict,
-    fully_shard,
-    load_checkpoint,
-    save_checkpoint,
-    scan_blocks,
-)
+import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.layers import all_gather_with_grad
 
@@ -57,11 +48,7 @@ def test_memory_formats(rank):
         return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3))
 
     images = torch.randn(4, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    for wrap in (
-        FSDP,
-        lambda module: FSDP(module, cpu_offload=CPUOffload()),
-        lambda module: fully_shard(module, offload_policy=CPUOffloadPolicy()),
-    ):
+    for wrap in (FSDP, functools.partial(FSDP, cpu_offload=xla_fsdp.CPUOffload())):
         plain, ours = model(), wrap(model()).to(memory_format=torch.channels_last)
         ours(images.chunk(2)[rank].to("xla")).square().mean().backward()
         plain(images).square().mean().backward()
@@ -70,7 +57,7 @@ def test_memory_formats(rank):
     raises(RuntimeError, text, flat.to, memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("wrap", [FSDP, fully_shard, scan_blocks])
+@pytest.mark.parametrize("wrap", [FSDP, xla_fsdp.fully_shard, xla_fsdp.scan_blocks])
 @on_each_rank(2)
 def test_a_default_device(rank, size, folder, wrap):
     """Around everything that a script does."""
@@ -88,20 +75,20 @@ def test_a_default_device(rank, size, folder, wrap):
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
         for ours, theirs in zip(layers, plain, strict=True):
             ours.load_state_dict(theirs.state_dict())
-        model = wrap(layers if wrap is scan_blocks else nn.Sequential(*layers))
+        model = wrap(layers if wrap is xla_fsdp.scan_blocks else nn.Sequential(*layers))
         optimizer = train(model, x)
-        save_checkpoint(folder, model, optimizer, step=1)
-        load_checkpoint(folder, model, optimizer)
-        found = full_state_dict(model, rank0_only=False)
+        xla_fsdp.save_checkpoint(folder, model, optimizer, step=1)
+        xla_fsdp.load_checkpoint(folder, model, optimizer)
+        found = xla_fsdp.full_state_dict(model, rank0_only=False)
     train(nn.Sequential(*plain), inputs_of_all())
     torch.testing.assert_close(found, nn.Sequential(*plain).state_dict(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrap", [FSDP, fully_shard, scan_blocks])
+@pytest.mark.parametrize("wrap", [FSDP, xla_fsdp.fully_shard, xla_fsdp.scan_blocks])
 @on_each_rank(1)  # the flags are those of all threads
 def test_parameters_stay_the_same_objects(rank, wrap):
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    model = wrap(list(layers) if wrap is scan_blocks else copy.deepcopy(layers))
+    model = wrap(list(layers) if wrap is xla_fsdp.scan_blocks else copy.deepcopy(layers))
     state, first = model.state_dict(), next(model.parameters())
     for flag, calls in (
         ("swap", [model.half, lambda: model.to("xla"), lambda: model.load_state_dict(state)]),
@@ -140,7 +127,7 @@ def test_cached_parametrizations(rank):
             parametrize.register_parametrization(layer, "weight", Transposed())
         return found
 
-    for wrap in (lambda found: wrapped(found, "1"), fully_shard):
+    for wrap in (lambda found: wrapped(found, "1"), xla_fsdp.fully_shard):
         plain, ours = model(), wrap(model())
         with parametrize.cached():
             sum(ours(inputs(rank, step).to("xla")).square().mean() for step in range(2)).backward()
@@ -151,13 +138,22 @@ def test_cached_parametrizations(rank):
 @pytest.mark.parametrize("reshard", [True, False])
 @on_each_rank(2)
 def test_saved_tensors_on_the_host(rank, reshard):
-    """Autograd calls these hooks within operators."""
+    """Autograd calls these hooks within operators. They get activations, and no parameter."""
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.shape)
+        return tensor.device, tensor.cpu()
 
     def loss_of(model, x):
-        with torch.autograd.graph.save_on_cpu():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept[1].to(kept[0])):
             return mean_square(model, x)
 
-    assert_same_backward(wrapped(mlp(), "1", reshard_after_forward=reshard), mlp(), rank, loss_of)
+    plain, model = mlp(), wrapped(mlp(), "1", reshard_after_forward=reshard)
+    loss_of(model, here(rank)).backward()
+    assert torch.Size([2, WIDTH]) in packed and torch.Size([WIDTH, WIDTH]) not in packed
+    loss_of(plain, inputs_of_all()).backward()
+    assert_same_gradients(model, plain)
 
 
 def contrastive(model, x):
@@ -173,7 +169,7 @@ def test_a_loss_over_the_examples_of_all_ranks(rank, dim):
         return all_gather_with_grad(x.movedim(0, dim), dim).movedim(dim, 0)
 
     model = mlp()
-    model.append(checkpoint_module(Computes(gather)))
+    model.append(xla_fsdp.checkpoint_module(Computes(gather)))
     model = wrapped(model, "1")
     assert_same_backward(model, mlp(), rank, contrastive)
     loss = contrastive(model, here(rank))
@@ -209,7 +205,7 @@ def test_an_exception_leaves_nothing_behind(rank, when, checkpointed):
     plain, model = build(), build()
     trip = model[1]
     if checkpointed:
-        checkpoint_module(trip)
+        xla_fsdp.checkpoint_module(trip)
     model = wrapped(model, "0", "1")
     before = shapes()
     trip.when = when
@@ -264,7 +260,7 @@ def test_structured_inputs_and_outputs(rank, kind, checkpointed):
     make, tensor_of = OUTPUTS[kind]
     plain, model = structured(make), structured(make)
     if checkpointed:
-        checkpoint_module(model)
+        xla_fsdp.checkpoint_module(model)
     model = wrapped(model, compute_dtype=dtype)
     x, extra = inputs(0), inputs(1)
     if kind == "packed":
@@ -277,24 +273,6 @@ def test_structured_inputs_and_outputs(rank, kind, checkpointed):
     for one in (out, expected):
         tensor_of(one).float().square().mean().backward()
     assert_same_gradients(model, plain, *([0.02, 0.02] if dtype else []))
-
-
-@on_each_rank(1)
-def test_one_rank_is_bit_for_bit_the_unwrapped_model(rank):
-    plain = mlp().to("xla")
-    model = wrapped(mlp(), "1")
-    pair = [(m, torch.optim.AdamW(m.parameters(), 0.1)) for m in (plain, model)]
-    for step in range(3):
-        losses = []
-        for m, optimizer in pair:
-            loss = mean_square(m, here(0, step))
-            loss.backward()
-            finish_step(optimizer)
-            losses.append(loss.item())
-        assert losses[0] == losses[1]
-    ours = whole(model, model.state_dict())
-    for name, value in plain.state_dict().items():
-        assert torch.equal(ours[name], value.cpu())
 
 
 def returned(module, x):
@@ -345,7 +323,7 @@ def test_gradients_are_those_of_plain_torch(rank, compute, checkpointed, needs_g
         out = model(x * 1)  # not a leaf, so that it may be changed in place
         return loss_of(getattr(model[0], "module", model[0]), out)
 
-    model = wrapped(build(checkpoint_module) if checkpointed else build(), "0")
+    model = wrapped(build(xla_fsdp.checkpoint_module) if checkpointed else build(), "0")
     assert_same_backward(model, build(), rank, loss)
 
 
@@ -435,20 +413,6 @@ def test_a_module_under_two_names(rank):
     assert all(torch.equal(ours[name], value) for name, value in expected.items())
 
 
-def leaves_work_behind(rank, synced):
-    model = wrapped(mlp(), "1")
-    for _ in range(2):
-        mean_square(model, here(rank)).backward()
-        if synced:
-            torch_xla.sync()
-    return [p.grad for p in model.parameters()] if rank == 0 and synced else None
-
-
-def test_launches_that_leave_work_behind(run_ranks):
-    for synced in (False, True, False, True):
-        run_ranks(leaves_work_behind, 2, synced)
-
-
 @on_each_rank(1)
 def test_torch_compile_is_refused(rank):
     x = here(rank)
@@ -471,7 +435,7 @@ def test_torch_compile_is_refused(rank):
     itself = wrapped(mlp())
     itself.compile(backend="eager")
     raises(RuntimeError, "torch.compile", itself, x)
-    blocks = scan_blocks([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+    blocks = xla_fsdp.scan_blocks([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
     with pytest.raises(RuntimeError, match="ScannedBlocks, which is wrapped, .* torch.compile"):
         torch.compile(blocks, backend="eager")(x)
     torch_xla.sync()
@@ -481,7 +445,7 @@ def test_torch_compile_is_refused(rank):
 def test_graphs_for_export_are_refused(rank):
     """torch makes them with flags and functions of the process, which ranks in threads share."""
     x = here(rank)
-    for wrap in (wrapped, fully_shard, lambda layers: scan_blocks([layers[0]])):
+    for wrap in (wrapped, xla_fsdp.fully_shard, lambda layers: xla_fsdp.scan_blocks([layers[0]])):
         for call in (
             lambda model: torch.jit.trace(model, x),
             torch.jit.script,
@@ -525,7 +489,7 @@ def test_torch_func_is_refused(rank):
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
                 raises(RuntimeError, "transformation of torch.func .* backward", call)
-    blocks = scan_blocks([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+    blocks = xla_fsdp.scan_blocks([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
     with pytest.raises(RuntimeError, match="transformation of torch.func"):
         torch.func.grad(lambda one: blocks(one).sum())(x)
 
@@ -533,24 +497,17 @@ def test_torch_func_is_refused(rank):
         given = inputs(rank).to(device).requires_grad_()
         (grad,) = torch.autograd.grad(one(given).square().mean(), given, create_graph=True)
         jacobian = torch.autograd.functional.jacobian(one, given.detach())
-        scaled = torch.func.vmap(lambda row: row * 2)(one(given))
-        return [tensor.detach().cpu() for tensor in (grad, jacobian, scaled)]
+        made = [grad, jacobian, torch.func.vmap(lambda row: row * 2)(one(given))]
+        if alone:
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(given.detach(), torch.ones_like(given))
+                made.append(torch.autograd.forward_ad.unpack_dual(one(dual)).tangent)
+        return [tensor.detach().cpu() for tensor in made]
 
     found, expected = of_inputs(model, "xla"), of_inputs(plain, "cpu")
     torch_xla.sync()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert_same_backward(model, plain, rank)
-
-    if not alone:
-        return
-
-    def directional(one, device):
-        with torch.autograd.forward_ad.dual_level():
-            given = inputs(rank).to(device)
-            dual = torch.autograd.forward_ad.make_dual(given, torch.ones_like(given))
-            return torch.autograd.forward_ad.unpack_dual(one(dual)).tangent.cpu()
-
-    torch.testing.assert_close(directional(model, "xla"), directional(plain, "cpu"))
 
 
 def adapted():
@@ -589,9 +546,9 @@ def wrap(kind, model):
         return FSDP(model, flatten_parameters=kind == "flat")
     if kind == "checkpointed":
         for name in UNITS:
-            checkpoint_module(model.get_submodule(name))
+            xla_fsdp.checkpoint_module(model.get_submodule(name))
     if kind in ("offload", "streamed"):
-        return wrapped(model, *UNITS, cpu_offload=CPUOffload(stream=kind == "streamed"))
+        return wrapped(model, *UNITS, cpu_offload=xla_fsdp.CPUOffload(stream=kind == "streamed"))
     return wrapped(model, *UNITS, reshard_after_forward=kind != "zero2")
 
 
@@ -778,19 +735,20 @@ def test_hooks_on_what_several_units_reduce_at_the_end(rank):
         names = ("first", "second", "last")
         return wrap(Computes(compute, **dict(zip(names, map(wrap, layers), strict=True))))
 
-    def train(model, x):
+    def train(model, x, hold=without_sync):
         weight = dict(model.named_parameters())["first.weight"]
         weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
         for tied in (True, False):
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(not tied)
-            with model.no_sync() if tied and isinstance(model, FSDP) else contextlib.nullcontext():
+            with hold(model) if tied else contextlib.nullcontext():
                 model(x, tied).square().mean().backward()
 
     plain = build()
-    train(plain, inputs_of_all())
-    hosts = (functools.partial(FSDP, cpu_offload=CPUOffload(stream=how)) for how in (False, True))
-    for wrap in (FSDP, fully_shard, *hosts):
+    train(plain, inputs_of_all(), contextlib.nullcontext)
+    hosts = (
+        functools.partial(FSDP, cpu_offload=xla_fsdp.CPUOffload(stream=how))
+        for how in (False, True)
+    )
+    for wrap in (FSDP, xla_fsdp.fully_shard, *hosts):
         model = build(wrap)
         train(model, here(rank))
         assert_same_gradients(model, plain)

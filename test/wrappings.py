@@ -22,21 +22,14 @@ def plain_zoo(seed: int = 3) -> Zoo:
 
 def zoo(kind: str, seed: int = 3, **options) -> nn.Module:
     """:func:`plain_zoo`, wrapped as one of ``KINDS``."""
+    from checkpoint_runs import wrapped
+
     from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 
     model = plain_zoo(seed)
-    if kind == "none":
-        model.to("xla")
-        model.tie()
-        return model
     if kind == "nested":
         model.embed = FSDP(model.embed, **options)
-        for number, block in enumerate(model.blocks):
-            model.blocks[number] = FSDP(block, **options)
-    options |= {"flat": {"flatten_parameters": True}, "dim0": {"shard_param_on_dim_0": True}}.get(
-        kind, {}
-    )
-    return FSDP(model, **options)
+    return wrapped("rows" if kind == "dim0" else kind, model, **options)
 
 
 def stacked(kind: str, seed: int = 3, **options) -> nn.Module:
