@@ -396,6 +396,27 @@ def test_optimizers_of_torch(rank, form):
         assert_same(plain, model)
 
 
+@pytest.mark.parametrize("form", UNITS)
+@on_each_rank(2)
+def test_averaged_models_and_clipped_values(rank, form):
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    plain, model = nets(form)
+    average = get_ema_multi_avg_fn(0.5)
+    averages = [AveragedModel(one, multi_avg_fn=average) for one in (plain, model)]
+    for step in range(2):
+        give_gradients(plain, model, step)
+        for one in (plain, model):
+            nn.utils.clip_grad_value_(one.parameters(), 1.5)
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    parameter.sub_(parameter.grad * 0.1)
+        for average, one in zip(averages, (plain, model), strict=True):
+            average.update_parameters(one)
+    assert_same(plain, model)
+    assert_same(averages[0].module, averages[1].module)
+
+
 WAYS_TO_COPY = {
     "copy_": lambda target, source: [a.copy_(b) for a, b in zip(target, source, strict=True)],
     "data": lambda target, source: [
@@ -431,6 +452,27 @@ def test_an_update_in_place_leaves_what_was_copied(form):
                 assert torch.equal(theirs.full_tensor().cpu(), value * 2)
         target[0].copy_(5)
         assert (target[0].full_tensor() == 5).all()
+
+
+@pytest.mark.parametrize("form", UNITS)
+@on_each_rank(2)
+def test_torchs_gradient_scaler(rank, form):
+    for infinite in (False, True):
+        plain, model = nets(form)
+        give_gradients(plain, model, 0)
+        mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+        scaler = torch.amp.GradScaler("xla", init_scale=2.0)
+        scaler.scale(torch.ones((), device="xla"))
+        for parameter in model.parameters():
+            parameter.grad *= 2
+        if infinite and rank == 0:
+            parameter.grad.to_local().fill_(math.inf)
+        scaler.step(mine)
+        scaler.update()
+        if not infinite:
+            theirs.step()
+        assert_same(plain, model)
+        assert scaler.get_scale() == (1.0 if infinite else 2.0)
 
 
 # They leave numbers, and NaN, where a shard has padding.

@@ -275,6 +275,24 @@ def test_structured_inputs_and_outputs(rank, kind, checkpointed):
     assert_same_gradients(model, plain, *([0.02, 0.02] if dtype else []))
 
 
+@on_each_rank(1)
+def test_one_rank_is_bit_for_bit_the_unwrapped_model(rank):
+    plain = mlp().to("xla")
+    model = wrapped(mlp(), "1")
+    pair = [(m, torch.optim.AdamW(m.parameters(), 0.1)) for m in (plain, model)]
+    for step in range(3):
+        losses = []
+        for m, optimizer in pair:
+            loss = mean_square(m, here(0, step))
+            loss.backward()
+            finish_step(optimizer)
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    ours = whole(model, model.state_dict())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(ours[name], value.cpu())
+
+
 def returned(module, x):
     return module.linear(x), module.linear.bias, [module.linear.weight.to(x.dtype)]
 

@@ -270,6 +270,21 @@ def test_casts_that_are_changed_in_place(rank, frozen):
 
 
 @on_each_rank(2)
+def test_a_frozen_trunk_has_no_backward(rank):
+    trunk = FSDP(nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+    model = FSDP(nn.Sequential(trunk, nn.Linear(WIDTH, 2)))
+    features = []
+    trunk.register_forward_hook(lambda *args: features.append(args[-1]))
+    loss = model(torch.ones(2, WIDTH, device="xla")).sum()
+    gathers, gather = [], trunk._unit.gather
+    trunk._unit.gather = lambda *args: gathers.append(1) or gather(*args)
+    loss.backward()
+    assert not features[0].requires_grad and features[0].grad_fn is None
+    assert not gathers
+    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
+
+
+@on_each_rank(2)
 def test_an_optimizer_that_a_forward_makes_raises(rank):
     (optimizer,), _ = asked(rank, "wrapper", lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
     raises(RuntimeError, r"Make the optimizer from model.parameters\(\) outside", optimizer.step)
