@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import os
 import random
 import time
 from collections.abc import Callable
@@ -68,32 +67,19 @@ def test_programs_do_not_depend_on_the_garbage_collector(run_ranks, tmp_path):
     assert sum(grad.sum().item() for grad in run_ranks(train, 2)) == 2.0 * 6 * 3
 
 
-MANY = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from test_launch import expected, sharded_step
-from xla_fsdp import launch
-import torch_xla, torch_xla.debug.metrics as met
+def test_consecutive_launches_on_4_ranks(run_ranks):
+    def run(rank, step):
+        loss = sharded_step(rank, 4, step)
+        if step % 2:
+            torch_xla.sync()
+        return loss.item() if step % 3 else loss, xla_fsdp.compilation_counts().compiled
 
-def run(rank, step):
-    loss = sharded_step(rank, 4, step)
-    if step % 2:
-        torch_xla.sync()
-    return loss.item() if step % 3 else loss
-
-for step in range(9):
-    results = launch(run, (step,), 4)
-    assert [float(r) for r in results] == [expected(r, 4, step) for r in range(4)], (step, results)
-    if step == 5:  # one of each program has run
-        compiled = met.metric_data("CompileTime")[0]
-assert met.metric_data("CompileTime")[0] == compiled
-print("all")
-"""
-
-
-def test_consecutive_launches_on_4_ranks(run_script):
-    result = run_script(MANY, os.path.dirname(__file__))
-    assert result.stdout == "all\n", result.stderr
+    compiled = []
+    for step in range(10):
+        losses, counts = zip(*run_ranks(run, 4, step), strict=True)
+        assert [float(loss) for loss in losses] == [expected(r, 4, step) for r in range(4)]
+        compiled.append(max(counts))
+    assert compiled[6] == compiled[9], "by the sixth launch one of each program has run"
 
 
 @on_each_rank(8)

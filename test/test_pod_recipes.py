@@ -257,15 +257,6 @@ def test_one_failing_worker_ends_the_run_on_all(slice_of_two, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_preempted_slice_has_a_code_of_its_own(slice_of_two, tmp_path):
-    slice_of_two("start", "--", "sleep", "600")
-    (tmp_path / "state").write_text("PREEMPTED")
-    done = slice_of_two("wait", code=75)
-    assert "slice vit is PREEMPTED" in done.stderr
-    (tmp_path / "state").unlink()
-
-
-@pytest.mark.slow
 def test_a_run_is_started_again_and_a_slice_made_again(slice_of_two, tmp_path):
     with_pip(tmp_path)
     # The first time both workers are preempted in good order, the second time the slice is gone.
@@ -275,6 +266,7 @@ if [ $n = 1 ]; then exit 75; fi
 if [ $n = 2 ] && [ "$(hostname)" = w0 ]; then echo PREEMPTED > {tmp_path}/state; fi"""
     done = slice_of_two("--max_restarts=3", "--type=v3-32", *RUN, script)
     assert re.findall(r"ended with 75; starting again in 0 s, (\d) of 3", done.stderr) == ["1", "2"]
+    assert "slice vit is PREEMPTED" in done.stderr
     verbs = [call[2:4] for call in calls(tmp_path) if call[3] in ("create", "delete")]
     assert verbs == [["tpu-vm", "delete"], ["tpu-vm", "create"]]
     done = slice_of_two("--run=bad", "--max_restarts=2", *RUN, "exit 9", code=9)
