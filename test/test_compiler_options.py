@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from unittest import mock
 
 import pytest
-import torch
 import torch_xla
 from on_ranks import without_ranks
+from planned import training_step
 from torch import nn
 from torch_xla._internal import tpu
 
@@ -80,13 +80,6 @@ def launched(version, user):
     return there
 
 
-def step():
-    model = XlaFullyShardedDataParallel(nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.randn(8, 64).to("xla")).sum().backward()
-    optimizer.step()
-
-
 class Asked(Exception):
     pass
 
@@ -100,6 +93,7 @@ def planned(topology, user, launcher="xla_fsdp"):
         environment(PJRT_DEVICE="CPU", LIBTPU_INIT_ARGS=user),
         pytest.raises(Asked) as asked,
     ):
+        step = training_step(lambda: XlaFullyShardedDataParallel(nn.Linear(64, 64)), 8, 64)
         plan(step, topology, cache=False, progress=False, ranks=[0], launcher=launcher)
     return json.loads(str(asked.value))
 

@@ -9,18 +9,13 @@ from functools import partial
 
 import pytest
 import torch
-from on_ranks import without_ranks
+from on_ranks import raises, without_ranks
+from planned import training_step
 from processes import run_command
 from test_topology import check_slices
 from torch import nn
 
-from xla_fsdp import (
-    CompileError,
-    UnusableCompilerError,
-    XlaFullyShardedDataParallel,
-    plan,
-    plan_compiler,
-)
+from xla_fsdp import CompileError, UnusableCompilerError, plan, plan_compiler
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.compiled.host_options import HostOptions
 from xla_fsdp.layers import scaled_dot_product_attention
@@ -58,8 +53,7 @@ def says(tmp_path, folder="env", **found):
 
 class TestFinding:
     def test_the_default_is_this_environment(self):
-        with pytest.raises(TypeError, match="a version of libtpu, a folder or an interpreter"):
-            find_compiler(51)
+        raises(TypeError, "a version of libtpu, a folder or an interpreter", find_compiler, 51)
         found = find_compiler()
         assert found.python == sys.executable and found.library.endswith("libtpu.so")
         assert found.versions["libtpu"] == "0.0.21" and found.versions["jax"] == "0.7.1"
@@ -143,8 +137,7 @@ class TestInstalling:
         monkeypatch.setenv("PIP_RETRIES", "0")
         monkeypatch.setenv("PIP_FIND_LINKS", "")
         said = r"pip install jax==0.12.0.1 libtpu==0.0.51"
-        with pytest.raises(UnusableCompilerError, match=said):
-            install(folder=tmp_path / "new", python=sys.executable)
+        raises(UnusableCompilerError, said, install, folder=tmp_path / "new", python=sys.executable)
         assert not any(tmp_path.iterdir())
 
     def test_one_that_is_there_stays(self, tmp_path):
@@ -161,14 +154,11 @@ class TestInstalling:
 
 
 def step(width=1024):
-    def run():
-        fsdp = partial(XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)
-        model = fsdp(nn.Sequential(*(fsdp(nn.Linear(width, width)) for _ in range(2))))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.zeros(16, width).to("xla")).square().sum().backward()
-        optimizer.step()
+    def model():
+        fsdp = partial(FSDP, compute_dtype=torch.bfloat16)
+        return fsdp(nn.Sequential(*(fsdp(nn.Linear(width, width)) for _ in range(2))))
 
-    return run
+    return training_step(model, 16, width)
 
 
 def attention_step():

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import without_ranks
+from on_ranks import raises, without_ranks
 from planned import described, training_step
 from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
@@ -466,10 +466,8 @@ def test_errors_of_the_step_come_out_and_leave_nothing_behind():
         _step()()
         raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
-        trace_step(fail, 5, 64)
-    with pytest.raises(ValueError, match="traced nothing"):
-        trace_step(lambda: None, 0, 8)
+    raises(KeyError, "mine", trace_step, fail, 5, 64)
+    raises(ValueError, "traced nothing", trace_step, lambda: None, 0, 8)
     assert seen == [(5, 64)] and (xr.global_ordinal(), xr.world_size()) == (0, 1)
     assert dict(os.environ) == environment
     assert not torch_xla._XLAC._get_ir_debug()
@@ -572,8 +570,7 @@ def test_an_initialization_that_leaves_something_out_is_noticed():
         model = FSDP(Forgetful(512, 512, device="meta"))
         model(torch.ones(4, 512).to("xla")).sum().backward()
 
-    with pytest.raises(RuntimeError, match="does not initialize its parameter 'bias'"):
-        trace_step(step, 0, 8)
+    raises(RuntimeError, "does not initialize its parameter 'bias'", trace_step, step, 0, 8)
 
 
 @without_ranks

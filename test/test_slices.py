@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_runs import Run
 from lazy_modules import torch_xla
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises
 from small_models import mlp
 from test_strategy import assert_trains_alike
 from torch import nn
@@ -81,8 +81,7 @@ def test_what_the_variables_say(variables, place):
     ],
 )
 def test_variables_that_do_not_fit_together_are_refused(variables, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        read_multislice_config(variables)
+    raises(ValueError, re.escape(words), read_multislice_config, variables)
 
 
 def test_ranks_by_what_the_runtime_says_of_devices():
@@ -145,15 +144,13 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
         ("two", None, ours.multislice_config(), "XLA_FSDP_SLICES='two' must be a number of slices"),
     ):
         monkeypatch.setenv("XLA_FSDP_SLICES", variable)
-        with pytest.raises(ValueError, match=message):
-            ours.require_slices(slices, place)
+        raises(ValueError, message, ours.require_slices, slices, place)
     monkeypatch.setenv("XLA_FSDP_SLICES", "2")  # as the recipes say it
     ours.require_slices(None, ours.multislice_config())
     monkeypatch.delenv("XLA_FSDP_SLICES")
     monkeypatch.setattr(xlac, "devices_of_slice", lambda: 8)
     launch._check_device_count(16, 2)
-    with pytest.raises(ValueError, match="num_devices=8, but there are 16 devices"):
-        launch._check_device_count(8, 2)
+    raises(ValueError, "num_devices=8, but there are 16 devices", launch._check_device_count, 8, 2)
     # Each process of a host has a port of its own, the first that of the host.
     for given, ports in (({PORT: "9000"}, ("9000", "9003")), ({}, (None, "8083"))):
         for local, expected in zip((0, 3), ports, strict=True):
@@ -179,8 +176,7 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
     monkeypatch.setattr(xr, "global_runtime_device_attributes", lambda: devices[:4])
     monkeypatch.setattr(xr, "world_size", lambda: 4)
     message = "MEGASCALE_NUM_SLICES=2, but the XLA runtime .* 1 slice,"
-    with pytest.raises(RuntimeError, match=message):
-        ours.require_all_slices()
+    raises(RuntimeError, message, ours.require_all_slices)
 
 
 SCRIPT = """

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from planned import hlo
+from reports import GIB, MS, schedule_of
 
 from xla_fsdp.compiler_options import limit_scoped_vmem
 from xla_fsdp.planning.program.assignment import Assignment
@@ -29,7 +30,6 @@ from xla_fsdp.planning.tracing.traced import TracedProgram
 from xla_fsdp.planning.tracing.units import OnWire, TracedUnit
 from xla_fsdp.tpu.topology import resolve
 
-GIB, MS = 2**30, 1e-3
 V5E = resolve("v5litepod-8")
 RANKS = tuple(range(8))
 
@@ -56,14 +56,7 @@ UNITS = (unit(""), unit("blocks.0"), unit("blocks.1"))
 
 
 def advice(*what, required=2 * GIB, temporaries=0, capacity=16 * GIB, flops=0.0, **fields):
-    parts = {
-        "ops": Op,
-        "collectives": CompiledCollective,
-        "buffers": Buffer,
-        "host_copies": HostCopy,
-    }
-    sorted_ = {name: tuple(w for w in what if isinstance(w, k)) for name, k in parts.items()}
-    schedule = Schedule(100, curve=(1,) * 100, peak_index=50, **sorted_)
+    schedule = schedule_of(*what)
     figures = required - temporaries, 0, 0, temporaries, 0, required
     memory = CompilerMemory(*figures, host_temporaries=fields.pop("on_host", 0))
     found = Situation(

@@ -57,8 +57,7 @@ def test_a_damaged_trace_is_refused(tmp_path):
 def test_what_is_no_trace_is_refused(tmp_path, capsys):
     make().save(tmp_path / "plan.json")
     for report in (refused(), given_up()):
-        with pytest.raises(ValueError, match="nothing to compare a trace with. No"):
-            report.compare_trace(tmp_path)
+        raises(ValueError, "nothing to compare a trace with. No", report.compare_trace, tmp_path)
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert main([str(tmp_path / "plan.json"), "--trace", str(folder)]) == 2
         said = capsys.readouterr().err
@@ -205,11 +204,9 @@ def test_programs_without_names_and_steps_that_were_cut_off(tmp_path):
     path = tmp_path / "host.xplane.pb"
     proto = hlo_proto()
     path.write_bytes(tpu_trace(proto).replace(b"ward[", b"ward_"))
-    with pytest.raises(ValueError, match="host.xplane.pb: no program in this trace has modu"):
-        read_trace(path)
+    raises(ValueError, "host.xplane.pb: no program in this trace has modu", read_trace, path)
     path.write_bytes(tpu_trace(proto, begins=()))
-    with pytest.raises(ValueError, match="no program in this trace has module names"):
-        read_trace(path)
+    raises(ValueError, "no program in this trace has module names", read_trace, path)
     # Another program of that name, as CPU ranks have them: if it ran, nobody knows which did what.
     for also, told in (("", False), ("copy.7", True)):
         path.write_bytes(tpu_trace(proto, also=also, names=2))
@@ -359,5 +356,4 @@ def test_wrong_use_is_told(tmp_path):
         (ValueError, "folder is empty", "", (1, 2)),
         (TypeError, r"ranks must be a tuple of numbers, such as \(0,\), got 0", "x", (1, 2), 0),
     ):
-        with pytest.raises(error, match=message):
-            xla_fsdp.profile(*wrong)
+        raises(error, message, xla_fsdp.profile, *wrong)

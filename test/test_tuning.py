@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from on_ranks import without_ranks
+from on_ranks import raises, without_ranks
 from planned import EMPTY, hlo
 from torch import nn
 
@@ -76,8 +76,7 @@ def test_a_file_of_something_else_is_refused(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         ShardingSettings.from_json(json.dumps(record), "here")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="binary.json is not JSON"):
-        ShardingSettings.load(tmp_path / "binary.json")
+    raises(ValueError, "binary.json is not JSON", ShardingSettings.load, tmp_path / "binary.json")
 
 
 @pytest.mark.parametrize(
@@ -503,8 +502,7 @@ def test_what_is_not_possible_costs_no_compilation_and_failures_do():
 def test_a_fault_that_is_not_of_the_step_ends_the_search(monkeypatch):
     search = made_up(facts())
     search.measure = mock.Mock(side_effect=ValueError("not an HLO instruction"))
-    with pytest.raises(ValueError, match="not an HLO instruction"):
-        search.run()
+    raises(ValueError, "not an HLO instruction", search.run)
 
     step_without = mock.Mock(side_effect=IndexError("list index out of range"))
     monkeypatch.setattr("xla_fsdp.planning.tuning.api.trace_step", lambda step, *more: step())
