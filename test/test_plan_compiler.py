@@ -161,21 +161,15 @@ def step(width=1024):
     return training_step(model, 16, width)
 
 
-def attention_step():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(1024, 3 * 1024)
+class Attention(nn.Linear):
+    def forward(self, x):
+        q, k, v = super().forward(x).unflatten(-1, (3, 8, 128)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, implementation="kernel")
+        return mixed.transpose(1, 2).flatten(2)
 
-        def forward(self, x):
-            q, k, v = self.qkv(x).unflatten(-1, (3, 8, 128)).permute(2, 0, 3, 1, 4).unbind(0)
-            mixed = scaled_dot_product_attention(q, k, v, is_causal=True, implementation="kernel")
-            return mixed.transpose(1, 2).flatten(2)
 
-    model = FSDP(Attention(), compute_dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.zeros(2, 1024, 1024).to("xla")).float().square().sum().backward()
-    optimizer.step()
+def attention():
+    return FSDP(Attention(1024, 3 * 1024), compute_dtype=torch.bfloat16)
 
 
 @without_ranks
@@ -263,7 +257,9 @@ def test_an_installed_compiler_plans_the_same_program(installed, tmp_path):
 
     # A kernel, written by jax 0.7.1 in this process, is read by both.
     kernels = {
-        version: plan(attention_step, "v6e-8", compiler=one, cache=cache, ranks=[0])
+        version: plan(
+            training_step(attention, 2, 1024, 1024), "v6e-8", compiler=one, cache=cache, ranks=[0]
+        )
         for version, one in compilers.items()
     }
     for one in kernels.values():
