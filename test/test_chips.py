@@ -1,7 +1,5 @@
 """One record holds every constant of a TPU generation; a new generation is a new record."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

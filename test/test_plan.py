@@ -1,7 +1,5 @@
 """``xla_fsdp.plan`` on the real TPU compiler. Slices of v3 compile quickest."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import json

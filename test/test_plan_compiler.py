@@ -1,7 +1,5 @@
 """The compiler of a plan: which one it is, how it is installed, and errors where it is none."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -19,14 +17,7 @@ from xla_fsdp import CompileError, UnusableCompilerError, plan, plan_compiler
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.compiled.host_options import HostOptions
 from xla_fsdp.layers import scaled_dot_product_attention
-from xla_fsdp.plan_compiler import (
-    COMMAND,
-    TESTED,
-    changed_environment,
-    find_compiler,
-    install,
-    main,
-)
+from xla_fsdp.plan_compiler import COMMAND, TESTED, find_compiler, install
 from xla_fsdp.planning.compiling.compile_child import Names, _leave_out_tilings
 from xla_fsdp.planning.compiling.compiler import Target
 from xla_fsdp.planning.compiling.plan_cache import PlanCache
@@ -73,7 +64,7 @@ class TestFinding:
             found = find_compiler(named)
             assert found.python == str(path) and found.library == "/x.so"
             assert list(found.versions) == ["jaxlib", "libtpu", "jax", "python"]
-        told = changed_environment(found.environment)
+        told = plan_compiler.changed_environment(found.environment)
         assert told["TPU_LIBRARY_PATH"] == "/x.so" and "PYTHONPATH" not in told
 
     @pytest.mark.parametrize(
@@ -146,9 +137,9 @@ class TestInstalling:
         assert path.exists()
 
     def test_the_command(self, tmp_path, capsys):
-        assert main(["show"]) == 0
+        assert plan_compiler.main(["show"]) == 0
         assert f"libtpu {OWN}" in capsys.readouterr().out
-        assert main(["install", "--version", "1.1"]) == 2
+        assert plan_compiler.main(["install", "--version", "1.1"]) == 2
         err = capsys.readouterr().err
         assert err.startswith("error: version '1.1'") and err.count("\n") == 1
 
@@ -283,4 +274,4 @@ def installed(tmp_path_factory):
 def test_libtpu_describes_the_slices_of_tpu7x(installed):
     found = find_compiler(installed)
     slices = ("tpu7x-8", "tpu7x-32", "tpu7x-128", "tpu7x-512")
-    check_slices(slices, found.python, changed_environment(found.environment))
+    check_slices(slices, found.python, plan_compiler.changed_environment(found.environment))

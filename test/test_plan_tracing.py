@@ -1,7 +1,5 @@
 """Tracing a step as a rank of a slice that is not there."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os
@@ -9,6 +7,7 @@ import re
 import weakref
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch_xla
@@ -509,7 +508,8 @@ def test_large_parameters_take_up_no_memory():
         stepper.step()
 
     offload = {"cpu_offload": xla_fsdp.CPUOffload()}
-    mapped = _mapped_bytes()
+    process = psutil.Process()
+    mapped = process.memory_info().vms
     programs = set()
     for way, options in (
         *((w, {}) for w in ways),
@@ -524,18 +524,13 @@ def test_large_parameters_take_up_no_memory():
             programs.add(traced.fingerprint)
     assert len(programs) == 1
     gc.collect()
-    assert _mapped_bytes() - mapped < 4 << 30, "the pages of a model are still mapped"
+    assert process.memory_info().vms - mapped < 4 << 30, "the pages of a model are still mapped"
 
 
 def _peak_bytes():
     """The most memory that this process ever had, without that of its parent before the start."""
     with open("/proc/self/status") as file:
         return 1024 * int(next(line.split()[1] for line in file if line.startswith("VmHWM")))
-
-
-def _mapped_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @without_ranks
@@ -619,8 +614,7 @@ def test_donates_what_the_runtime_donates(run_script, tmp_path):
     """The same step, run by torch_xla, which states its donations in the program it compiles."""
     dump = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
     env = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": dump}
-    done = run_script(RUNTIME, os.path.dirname(__file__), env=env)
-    assert done.returncode == 0, done.stderr
+    done = run_script(RUNTIME, os.path.dirname(__file__), env=env, code=0)
     programs = [path.read_text() for path in tmp_path.glob("*before_optimizations.txt")]
     heads = [re.search(r"buffer_donor=\{(.*?)\}, entry", text) for text in programs]
     # 4 parameters with two moments each, in the steps after the first.

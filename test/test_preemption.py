@@ -50,18 +50,15 @@ def test_a_run_that_is_taken_away_goes_on_where_it_was(run_script, tmp_path):
     flags = ["--num_devices=2", "--num_epochs=1", "--max_steps=6", "--fake_data"]
     flags += ["--no_ckpt_consolidation"]
 
-    def run(last, *more):
+    def run(code, last, *more):
         env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-        return run_script(MNIST, last, *flags, *more, cwd=tmp_path, env=env)
+        return run_script(MNIST, last, *flags, *more, cwd=tmp_path, env=env, code=code)
 
-    whole = run(0, "--ckpt_prefix=whole")
-    assert whole.returncode == 0, whole.stderr
-    taken = run(3, "--ckpt_prefix=taken")
-    assert taken.returncode == 75, taken.stderr
+    run(0, 0, "--ckpt_prefix=whole")
+    taken = run(75, 3, "--ckpt_prefix=taken")
     assert "Traceback" not in taken.stderr and "epoch 1" not in taken.stderr
     assert "saved and ended after" in taken.stderr
-    again = run(0, "--ckpt_prefix=taken", "--resume")
-    assert again.returncode == 0, again.stderr
+    run(0, 0, "--ckpt_prefix=taken", "--resume")
     for file in sorted((tmp_path / "whole/step-00000001").glob("rank-*")):
         expected, found = load_file(file), load_file(tmp_path / "taken/step-00000001" / file.name)
         assert found.keys() == expected.keys()
@@ -122,8 +119,7 @@ def there(tmp_path):
 
 @pytest.mark.parametrize("whom", ["launcher", "one rank", "stuck"])
 def test_processes_save_the_same_step(run_script, there, whom):
-    done = run_script(SPAWNED, whom, there, env={"PJRT_DEVICE": "CPU"}, timeout=900)
-    assert done.returncode == 75, done.stderr
+    done = run_script(SPAWNED, whom, there, env={"PJRT_DEVICE": "CPU"}, timeout=900, code=75)
     lines = sorted(done.stdout.splitlines())
     assert [line.rpartition(" ")[0] for line in lines] == ["rank 0 saves", "rank 1 saves"]
     assert len({line.split()[-1] for line in lines}) == 1
@@ -157,8 +153,7 @@ print("went on")
 
 
 def test_without_preemption_a_signal_ends_all(run_script, there):
-    done = run_script(CARELESS, there, timeout=900)
-    assert done.returncode == -signal.SIGTERM, done.stderr
+    done = run_script(CARELESS, there, timeout=900, code=-signal.SIGTERM)
     assert ended(done.stdout)  # and nothing was printed after the number
 
 

@@ -64,19 +64,11 @@ def draws():
     return [value.clone() for value in drawn]
 
 
-def models(rank, on_ranks):
-    for _ in range(3):
-        torch.manual_seed(7 if rank < 2 else rank)
-        state = build_model().state_dict()
-        time.sleep(random.random() * 0.01)
-    return list(state.values())
-
-
 def interleaved(rank, on_ranks):
-    torch.manual_seed(rank)
+    torch.manual_seed(7 if rank < 2 else rank)
     out = []
     for _ in range(10):
-        out += draws()
+        out += [*draws(), *build_model().state_dict().values()]
         time.sleep(random.random() * 0.003)
     return out
 
@@ -162,8 +154,8 @@ def with_replaced_functions(rank, on_ranks):
     return [value.detach() for value in values]
 
 
-DRAWS = [models, interleaved, shuffled_loader_and_random_split, states]
-DRAWS += [loaded_by_a_thread, recomputed, with_replaced_functions]
+DRAWS = [interleaved, shuffled_loader_and_random_split, states, loaded_by_a_thread, recomputed]
+DRAWS.append(with_replaced_functions)
 
 
 @pytest.mark.parametrize("draw", DRAWS)

@@ -1,7 +1,5 @@
 """The reader of schedules against the TPU compiler: small programs with known answers."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -27,13 +27,8 @@ from xla_fsdp.ranks import channel, launch
 from xla_fsdp.ranks import slices as ours
 from xla_fsdp.ranks.errors import RankError
 from xla_fsdp.ranks.rank import current_rank
-from xla_fsdp.tpu.slices import (
-    VARIABLES,
-    MultisliceConfig,
-    equal_parts,
-    ranks_by_slice,
-    read_multislice_config,
-)
+from xla_fsdp.tpu import slices as several
+from xla_fsdp.tpu.slices import VARIABLES, MultisliceConfig, equal_parts
 from xla_fsdp.tpu.topology import resolve
 
 GROUPS = ((0, 1), (2, 3))
@@ -60,7 +55,7 @@ def said(count="2", number="1", coordinator="10.0.0.2:8080", port="8080"):
     ],
 )
 def test_what_the_variables_say(variables, place):
-    assert read_multislice_config(variables) == place
+    assert several.read_multislice_config(variables) == place
 
 
 @pytest.mark.parametrize(
@@ -81,17 +76,17 @@ def test_what_the_variables_say(variables, place):
     ],
 )
 def test_variables_that_do_not_fit_together_are_refused(variables, words):
-    raises(ValueError, re.escape(words), read_multislice_config, variables)
+    raises(ValueError, re.escape(words), several.read_multislice_config, variables)
 
 
 def test_ranks_by_what_the_runtime_says_of_devices():
     two = attributes_of(resolve("2xv5litepod-4"))
-    assert ranks_by_slice(two[::-1]) == ((0, 1, 2, 3), (4, 5, 6, 7)) == equal_parts(8, 2)
-    assert ranks_by_slice(attributes_of(resolve("v5litepod-4"))) == ()
+    assert several.ranks_by_slice(two[::-1]) == ((0, 1, 2, 3), (4, 5, 6, 7)) == equal_parts(8, 2)
+    assert several.ranks_by_slice(attributes_of(resolve("v5litepod-4"))) == ()
     # In the order of the slices, whatever ordinals they have; and devices that say nothing.
     devices = [{"name": f"TPU:{n}", "slice_index": 1 - n % 2} for n in range(4)]
-    assert ranks_by_slice(devices) == ((1, 3), (0, 2))
-    assert ranks_by_slice([{"name": "CPU:0"}]) == ranks_by_slice([]) == ()
+    assert several.ranks_by_slice(devices) == ((1, 3), (0, 2))
+    assert several.ranks_by_slice([{"name": "CPU:0"}]) == several.ranks_by_slice([]) == ()
 
 
 @pytest.fixture
@@ -210,8 +205,7 @@ if __name__ == "__main__":
 
 
 def test_slices_are_simulated_on_cpu_ranks(run_script):
-    done = run_script(SCRIPT, env={"XLA_FSDP_SLICES": "4"})
-    assert done.returncode == 0, done.stderr
+    done = run_script(SCRIPT, env={"XLA_FSDP_SLICES": "4"}, code=0)
     four, two, *refused = done.stdout.splitlines()
     assert two == "[(0, 2, 2), (1, 2, 2), (0, 2, 2), (1, 2, 2)]"
     assert four == "[(0, 1, 4), (0, 1, 4), (0, 1, 4), (0, 1, 4)]"

@@ -1,7 +1,5 @@
 """A topology's name means the slice that Cloud TPU documents and that libtpu describes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """``xla_fsdp.tune``: the settings, the search with a compiler that is made up, and a small one."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """What ``tune`` knows of a step without compiling it, against figures worked out by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

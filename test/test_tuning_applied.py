@@ -1,7 +1,5 @@
 """Settings that tune finds, applied to a model: it trains like plain torch whatever they say."""
 
-from __future__ import annotations
-
 import os
 import re
 from functools import partial
