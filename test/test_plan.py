@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import psutil
@@ -226,21 +227,6 @@ def cache(tmp_path_factory):
     return str(tmp_path_factory.mktemp("plans"))
 
 
-CRASHES = """
-import sys, types
-sys.path.insert(0, sys.argv[1])
-from test_plan import _step
-from xla_fsdp import plan
-from xla_fsdp.planning.compiling import compiler
-
-compiler.compile_child = types.SimpleNamespace(
-    __file__=sys.argv[2], program_file=compiler.compile_child.program_file
-)
-plan(_step(), "v3-8", cache=False, ranks=[0],
-     compiler_options={"xla_tpu_enable_flash_attention": "true"})
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "signal, words",
@@ -251,16 +237,21 @@ plan(_step(), "v3-8", cache=False, ranks=[0],
                      "plan fewer blocks, or use a machine with more memory. Its output: "]),
     ],
 )  # fmt: skip
-def test_a_crash_of_the_compiler_names_a_remedy(run_script, tmp_path, signal, words):
-    child = (
+@without_ranks
+def test_a_crash_of_the_compiler_names_a_remedy(tmp_path, signal, words):
+    child = tmp_path / "crashing_child.py"
+    child.write_text(
         "import os, signal\n"
         "print('registers and a stack', flush=True)\n"
         f"os.kill(os.getpid(), signal.{signal})"
     )
-    (tmp_path / "crashing_child.py").write_text(child)
-    folder = os.path.dirname(__file__)
-    done = run_script(CRASHES, folder, str(tmp_path / "crashing_child.py"))
-    message = done.stderr.strip().splitlines()[-1]
+    program_file = compiler.compile_child.program_file
+    crashing = SimpleNamespace(__file__=str(child), program_file=program_file)
+    options = {"xla_tpu_enable_flash_attention": "true"}
+    with mock.patch.object(compiler, "compile_child", crashing):
+        with pytest.raises(xla_fsdp.CompileError) as info:
+            plan(_step(), V3, cache=False, progress=False, ranks=[0], compiler_options=options)
+    message = str(info.value)
     for part in ("libtpu 0.0.21 gave no result for v3-8, ", *words):
         assert part in message
     output = message.rpartition("Its output: ")[2]

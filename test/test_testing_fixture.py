@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -15,7 +14,7 @@ import pytest
 import torch
 from lazy_modules import xm
 from on_ranks import only_full, raises
-from processes import ended
+from processes import ended, run_command
 
 from xla_fsdp.testing import RankError, RankTimeoutError, WorkerDiedError, run_in_ranks
 
@@ -179,10 +178,8 @@ def test_in_a_suite_of_its_own(tmp_path, mode):
         )
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-         f"--import-mode={mode}", str(tmp_path)],
-        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=1500,
-    )  # fmt: skip
+    words = ("-q", "-p", "no:cacheprovider", f"--import-mode={mode}", tmp_path)
+    how = {"env": environment, "cwd": tmp_path, "code": 1}
+    result = run_command(sys.executable, "-m", "pytest", *words, **how)
     assert "1 failed, 1 passed" in result.stdout, result.stdout
     assert "rank 1 of 2 raised AssertionError: wrong rank" in result.stdout

@@ -13,7 +13,7 @@ from lazy_modules import torch_xla, xm
 from on_ranks import raises
 from planned import hlo
 from reports import HOSTILE, given_up, make, refused
-from test_report_pictures import Page
+from test_report import Page
 from torch import nn
 
 import xla_fsdp
