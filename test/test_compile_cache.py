@@ -5,12 +5,12 @@ import json
 import os
 import shutil
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from processes import comes
 
 import xla_fsdp
 from xla_fsdp import xlac
@@ -110,10 +110,7 @@ def test_workers_of_this_suite_keep_programs_where_conftest_says(run_ranks):
     length = 1000 + os.getpid() % 1000  # of a program that no other test needs
     before, (compiled,) = kept(folder), run_ranks(count, 1, length)
     assert compiled > 0
-    until = time.monotonic() + 60
-    while len(kept(folder)) == len(before):  # a worker looks every second
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    assert comes(lambda: len(kept(folder)) > len(before))  # a worker looks every second
 
 
 @pytest.mark.slow
@@ -254,10 +251,7 @@ class TestStore:
         second = opened(began=began.is_set)
         assert len(list(kind.glob("loading-*"))) == 1
         began.set()
-        until = time.monotonic() + 300
-        while list(kind.glob("loading-*")):
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        assert comes(lambda: not list(kind.glob("loading-*")))
         second.end()
         (kind / f"loading-{cache._host_name()}-4194305").touch()  # no process has this number
         (kind / "loading-elsewhere-4194305").touch()

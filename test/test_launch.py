@@ -234,6 +234,31 @@ finally:
     go_on.set()
 thread.join()
 """,
+    "functions imported before the launch": """
+from torch_xla.core.xla_model import all_gather, all_reduce, rendezvous
+
+def step(rank):
+    x = torch.ones(2).to("xla") + rank
+    rendezvous("a")
+    return all_reduce("sum", x).tolist(), all_gather(x).tolist()
+
+assert launch(step, (), 2) == [([3.0, 3.0], [1.0, 1.0, 2.0, 2.0])] * 2
+assert all_reduce is xm.all_reduce and all_reduce.__module__ == "torch_xla.core.xla_model"
+""",
+    "the caller's random state is given to ranks and kept": """
+def draw(rank):
+    return torch.rand(2), [torch.manual_seed(rank), torch.rand(5)][1]
+
+torch.manual_seed(11)
+first = torch.rand(1)
+results = launch(draw, (), 3)
+after = torch.rand(2)
+torch.manual_seed(11)
+assert torch.equal(first, torch.rand(1))
+want = torch.rand(2)
+assert all(torch.equal(value, want) for value in (after, *(value for value, _ in results)))
+assert torch.random.default_generator is torch.default_generator
+""",
     "on a TPU": """
 os.environ["PJRT_DEVICE"] = "TPU"
 from torch_xla._internal import tpu

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from processes import ended
+from processes import comes, ended
 from safetensors.torch import load_file
 from web_server import Server, answering
 
@@ -191,9 +191,7 @@ def test_a_notice_counts_after_the_store_was_lost():
     agreement = _Agreement(Channel(0, 2, Lost(), False), heard.append)
     time.sleep(0.2)
     agreement.request_stop("SIGTERM")
-    until = time.monotonic() + 600
-    while not heard and time.monotonic() < until:
-        time.sleep(0.01)
+    assert comes(lambda: heard)
     agreement.close()
     assert heard == ["SIGTERM; then the ranks' store was lost (closed)"]
 
@@ -222,10 +220,7 @@ def test_a_maintenance_event_is_a_notice(metadata, monkeypatch):
             assert not preempted()
             time.sleep(0.01)
         metadata.said["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
-        until = time.monotonic() + 600
-        while not preempted():
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        assert comes(preempted)
         word = "maintenance-event TERMINATE_ON_HOST_MAINTENANCE on rank 0"
         assert preempted.reason == word
         with pytest.raises(SystemExit) as end:
@@ -275,8 +270,7 @@ def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatc
     metadata.said["maintenance-event"] = drip(HEAD + b"\r\n", b"T")
     heard, over = queue.Queue(), threading.Event()
     threading.Thread(target=poll_metadata_server, args=(metadata.host, heard.put, over)).start()
-    while sum(path.endswith("preempted") for path, _ in metadata.asked) < 2:
-        time.sleep(0.01)
+    assert comes(lambda: sum(path.endswith("preempted") for path, _ in metadata.asked) >= 2)
     metadata.said["preempted"] = "TRUE"
     assert heard.get(timeout=600) == "preempted TRUE"
     over.set()
@@ -299,8 +293,7 @@ def test_a_handler_in_python_still_runs():
     try:
         with xla_fsdp.Preemption() as preempted:
             os.kill(os.getpid(), signal.SIGTERM)
-            while not preempted():
-                time.sleep(0.01)
+            assert comes(preempted)
         os.kill(os.getpid(), signal.SIGTERM)  # nobody listens any more
         assert heard == ["python"] * 2
     finally:

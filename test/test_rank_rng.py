@@ -180,32 +180,6 @@ def test_device_random_numbers_are_the_ranks_own_too(run_ranks):
     assert not torch.equal(even, odd)
 
 
-def test_the_callers_state_is_given_to_ranks_and_kept(run_script):
-    result = run_script(
-        """
-import torch
-from xla_fsdp import launch
-
-def draw(rank):
-    return torch.rand(2), [torch.manual_seed(rank), torch.rand(5)][1]
-
-torch.manual_seed(11)
-first = torch.rand(1)
-results = launch(draw, (), 3)
-after = torch.rand(2)
-torch.manual_seed(11)
-assert torch.equal(first, torch.rand(1))
-want = torch.rand(2)
-assert torch.equal(after, want)
-for rank, (value, _) in enumerate(results):
-    assert torch.equal(value, want)
-assert torch.random.default_generator is torch.default_generator
-print("kept")
-"""
-    )
-    assert result.stdout == "kept\n", result.stderr
-
-
 @pytest.mark.parametrize("n", [1, 2])
 def test_workers_start_every_call_from_the_same_state(run_ranks, n):
     def draw(rank):
