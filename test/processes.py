@@ -54,6 +54,13 @@ def free_port():
         yield held.getsockname()[1]
 
 
+def shell_script(path, text):
+    """The path of an executable with these lines."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
 def run_command(*words, code=0, **how):
     """What the command printed; it has ended with ``code``, or with any for None."""
     how = {"capture_output": True, "text": True, "timeout": 1500, **how}

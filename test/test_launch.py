@@ -12,7 +12,7 @@ import pytest
 import torch
 from launch_scripts import HEAD, LATE
 from lazy_modules import torch_xla, xm
-from on_ranks import on_each_rank, slow
+from on_ranks import finish_step, on_each_rank, slow
 from torch import nn
 
 import xla_fsdp
@@ -485,31 +485,25 @@ def plain_losses(case, size, steps):
     "name, sharding",
     [*itertools.product(CASES, ["class", "in place"]), *((name, "scanned") for name in SCANNED)],
 )
-def test_losses_are_those_of_one_process(run_ranks, name, sharding):
-    case = CASES[name]
-
-    def train(rank):
-        torch.manual_seed(0)
-        units = case.build(rank)
-        if sharding == "scanned":
-            model = scan_blocks(units)
-        elif sharding == "in place":
-            model = fully_shard(nn.Sequential(*map(fully_shard, units)))
-        else:
-            model = FSDP(nn.Sequential(*map(FSDP, units)))
-        optimizer = case.optimizer(case.held(list(model.parameters()), rank))
-        losses = []
-        for step in range(3):
-            loss = model(case.data(rank, step).to("xla")).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torch_xla.sync()
-            losses.append(loss.item())
-        return losses
-
-    want = plain_losses(case, 2, 3)
-    assert run_ranks(train, 2) == [pytest.approx(one, rel=1e-5) for one in want]
+@on_each_rank(2)
+def test_losses_are_those_of_one_process(rank, size, name, sharding):
+    case, losses = CASES[name], []
+    want = plain_losses(case, size, 3)[rank]
+    torch.manual_seed(0)
+    units = case.build(rank)
+    if sharding == "scanned":
+        model = scan_blocks(units)
+    elif sharding == "in place":
+        model = fully_shard(nn.Sequential(*map(fully_shard, units)))
+    else:
+        model = FSDP(nn.Sequential(*map(FSDP, units)))
+    optimizer = case.optimizer(case.held(list(model.parameters()), rank))
+    for step in range(3):
+        loss = model(case.data(rank, step).to("xla")).square().mean()
+        loss.backward()
+        finish_step(optimizer)
+        losses.append(loss.item())
+    assert losses == pytest.approx(want, rel=1e-5)
 
 
 @on_each_rank(2)

@@ -65,16 +65,6 @@ class Faulty(torch.autograd.Function):
         return grad, None, None
 
 
-class Experts(torch.nn.Module):
-    def __init__(self, rank):
-        super().__init__()
-        self.rank = rank
-        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x):
-        return self.experts[self.rank](x)
-
-
 def raise_error(error):
     raise error
 
@@ -111,8 +101,11 @@ def backward(rank, reads):
 
 
 def route(rank, name="XlaFullyShardedDataParallel"):
-    shard = getattr(xla_fsdp, name)
-    shard(Experts(rank))(torch.ones(2, 4).to("xla")).sum().backward()
+    from small_models import Computes
+
+    experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    model = Computes(lambda model, x: model.experts[rank](x), experts=experts)
+    getattr(xla_fsdp, name)(model)(torch.ones(2, 4).to("xla")).sum().backward()
     sync()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from on_ranks import raises, without_ranks
 from planned import training_step
-from processes import run_command
+from processes import run_command, shell_script
 from test_topology import check_slices
 from torch import nn
 
@@ -31,10 +31,7 @@ OWN = find_compiler().versions["libtpu"]
 
 def interpreter(folder, script):
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
+    return shell_script(folder / "python", script)
 
 
 def says(tmp_path, folder="env", **found):

@@ -15,12 +15,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from processes import ended, free_port, run_command
+from conftest import ROOT
+from processes import ended, free_port, run_command, shell_script
 
 from xla_fsdp.ranks.slices import EXPECTED
 from xla_fsdp.tpu.topology import resolve
 
-ROOT = Path(__file__).resolve().parent.parent
 POD = ROOT / "examples" / "pod"
 README = (POD / "README.md").read_text()
 JOBSET = yaml.safe_load((POD / "jobset.yaml").read_text())
@@ -204,11 +204,6 @@ def test_wrong_usage_is_one_line_and_code_2(script, arguments, message, tmp_path
     done = run(script, *arguments, env=env, code=2)
     assert not done.stdout
     assert len(done.stderr.splitlines()) == 1 and message in done.stderr
-
-
-def shell_script(path, text):
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from conftest import EXAMPLES
 from processes import comes, ended
 from safetensors.torch import load_file
 from web_server import Server, answering
@@ -21,8 +21,6 @@ from xla_fsdp.pods import preemption
 from xla_fsdp.pods.metadata_server import notice
 from xla_fsdp.pods.preemption import _Agreement, poll_metadata_server
 from xla_fsdp.ranks.channel import Channel
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 # The example as it is, in a process that gets SIGTERM in the middle of a step of one rank.
 MNIST = f"""

@@ -1,22 +1,22 @@
 """A trace: recorded with the names of a plan, matched with a plan, drawn; of others, refused."""
 
-import contextlib
 import dataclasses
 import json
 import random
-import warnings
+from collections import OrderedDict
 from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from lazy_modules import torch_xla, xm
-from on_ranks import raises
+from lazy_modules import torch_xla
+from on_ranks import finish_step, raises
 from planned import hlo
 from reports import HOSTILE, given_up, make, refused
 from test_report import Page
 from torch import nn
 
 import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.planning.__main__ import main
 from xla_fsdp.planning.program.hlo import messages as hlo_messages
 from xla_fsdp.planning.recorded import messages, read_program, read_trace
@@ -225,52 +225,33 @@ def test_programs_without_names_and_steps_that_were_cut_off(tmp_path):
         read_trace(path)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        wrap = xla_fsdp.XlaFullyShardedDataParallel
-        self.blocks = nn.ModuleList([wrap(nn.Linear(8, 8)) for _ in range(2)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-
 def train(rank, folder, steps, rows=2, enter_late=False):
+    from rank_warnings import warnings_of_ranks
+
     torch.manual_seed(0)
-    model = xla_fsdp.XlaFullyShardedDataParallel(Model())
+    blocks = nn.Sequential(*(FSDP(nn.Linear(8, 8)) for _ in range(2)))
+    model = FSDP(nn.Sequential(OrderedDict(blocks=blocks)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, compiled = [], []
 
     def step():
         loss = model(torch.full((rows, 8), rank + 1.0).to("xla")).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch_xla.sync()
+        finish_step(optimizer)
         losses.append(loss.item())
         compiled.append(xla_fsdp.compilation_counts().compiled)
 
     if enter_late:
         step()
-    recording = xla_fsdp.profile(folder, steps) if steps else contextlib.nullcontext()
-    # What catches warnings is the process's, and ranks are its threads.
-    with contextlib.ExitStack() as only_rank_0:
-        caught = []
-        if rank == 0:
-            caught = only_rank_0.enter_context(warnings.catch_warnings(record=True))
-            warnings.simplefilter("always")
-        xm.rendezvous("warnings are caught")
-        with recording as profiler:
-            for number in range(1, 6):
-                step()
-                if steps:
-                    profiler.step()
-                    if rank == 0 and number == steps[0]:
-                        raises(RuntimeError, "already", xla_fsdp.profile(folder, (0, 1)).__enter__)
-        xm.rendezvous("all have warned")
-    told = [str(one.message) for one in caught if "no names" in str(one.message)]
+    recording = xla_fsdp.profile(folder, steps) if steps else nullcontext()
+    with warnings_of_ranks(rank) as told, recording as profiler:
+        for number in range(1, 6):
+            step()
+            if steps:
+                profiler.step()
+                if rank == 0 and number == steps[0]:
+                    raises(RuntimeError, "already", xla_fsdp.profile(folder, (0, 1)).__enter__)
+    told = [one for one in told if "no names" in one]
     return losses, compiled, steps and profiler.file, told, torch_xla._XLAC._get_ir_debug()
 
 
