@@ -121,16 +121,19 @@ def run_example(tmp_path, script_server, plain_server, cache_of_examples):
 
 @pytest.fixture
 def run_script(tmp_path, script_server):
-    """``run_script(text, *args, env={}, timeout=1500)``: Python in a process of its own."""
+    """``run_script(text, *args, env={}, timeout=1500)``: Python in a process of its own, which ends
+    with ``code``, or with any for None."""
 
-    def run(text, *args, env=None, timeout=1500, cwd=None):
+    def run(text, *args, env=None, timeout=1500, cwd=None, code=None):
         path = tmp_path / "script.py"
         path.write_text(text)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         for name in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_THREAD_POOL_SIZE", "NPROC"):
             environment.pop(name, None)
         environment.update(env or {})
-        return script_server.run([path, *args], cwd=cwd, env=environment, timeout=timeout)
+        done = script_server.run([path, *args], cwd=cwd, env=environment, timeout=timeout)
+        assert code in (None, done.returncode), done.stdout + done.stderr
+        return done
 
     return run
 

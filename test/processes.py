@@ -16,18 +16,23 @@ def import_for_good():
     gc.enable()
 
 
+def comes(condition, within=600.0):
+    """Whether ``condition()`` is true, or becomes so ``within`` so many seconds."""
+    until = time.monotonic() + within
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def ended(pid, within=300.0):
     """Whether process ``pid`` has ended, or does ``within`` so many seconds.
 
     A killed process dies a moment after the signal, and one whose parent is gone may stay listed
     as a zombie for good: nobody waits for it in a container whose first process does not.
     """
-    until = time.monotonic() + within
-    while _runs(pid):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
+    return comes(lambda: not _runs(pid), within)
 
 
 def _runs(pid):
@@ -47,6 +52,13 @@ def free_port():
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
         yield held.getsockname()[1]
+
+
+def shell_script(path, text):
+    """The path of an executable with these lines."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
 
 
 def run_command(*words, code=0, **how):

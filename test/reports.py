@@ -15,6 +15,18 @@ MESSAGE = (
     "Total hbm usage >= 19.57G:\n    reserved        530.12M\n"
 )
 NOTHING = Timing(0, 0, 0, 0, 0, 0, 0)
+PARTS = {
+    "ops": Op, "collectives": records.CompiledCollective, "buffers": Buffer,
+    "host_copies": records.HostCopy,
+}  # fmt: skip
+
+
+def schedule_of(*what):
+    """A schedule of 100 places with these operations, collectives, buffers and copies."""
+    found = {
+        name: tuple(one for one in what if isinstance(one, kind)) for name, kind in PARTS.items()
+    }
+    return Schedule(100, curve=(1,) * 100, peak_index=50, **found)
 
 
 def make(blocks=2, steps=3, **changes):

@@ -1,7 +1,5 @@
 """One record holds every constant of a TPU generation; a new generation is a new record."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re
@@ -12,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from on_ranks import without_ranks
+from on_ranks import raises, without_ranks
+from planned import training_step
 from torch import nn
 
 import xla_fsdp
@@ -105,8 +104,7 @@ def test_a_new_record_has_named_slices():
         assert info.value.closest[0] == "v9pod-16"
         assert "v9pod-8, 16 and multiples of 128 to 1024" in str(info.value)
         assert "v9x-N is v9pod-N" in str(info.value) and "tpu7x:, v9x:" in str(info.value)
-    with pytest.raises(UnknownTopologyError, match="no TPU family 'v9pod'"):
-        resolve("v9pod-8")
+    raises(UnknownTopologyError, "no TPU family 'v9pod'", resolve, "v9pod-8")
 
 
 def test_a_new_record_has_times_and_routes():
@@ -154,10 +152,7 @@ def test_a_new_record_is_traced():
         return [tensors[0]]
 
     def step():
-        model = XlaFullyShardedDataParallel(nn.Linear(64, 32))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.randn(8, 64).to("xla")).sum().backward()
-        optimizer.step()
+        training_step(lambda: XlaFullyShardedDataParallel(nn.Linear(64, 32)), 8, 64)()
         heads = torch.ones(1, 1, 128, 64).to("xla")
         attention.scaled_dot_product_attention(heads, heads, heads, implementation="kernel")
 

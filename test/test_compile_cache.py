@@ -5,12 +5,12 @@ import json
 import os
 import shutil
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from processes import comes
 
 import xla_fsdp
 from xla_fsdp import xlac
@@ -89,18 +89,16 @@ if __name__ == "__main__":
 
 def test_nothing_is_kept_by_default(run_script, tmp_path):
     folder, variable = tmp_path / "cache", "XLA_FSDP_COMPILATION_CACHE_FOLDER"
-    done = run_script(PLAIN, env={"XDG_CACHE_HOME": str(folder), variable: "none"})
-    assert done.returncode == 0, done.stderr
+    done = run_script(PLAIN, env={"XDG_CACHE_HOME": str(folder), variable: "none"}, code=0)
     compiled, loaded = json.loads(done.stdout)
     assert compiled > 0 and not loaded and not folder.exists()
-    done = run_script(PLAIN, env={variable: str(folder)})
-    assert done.returncode == 1 and not folder.exists()
+    done = run_script(PLAIN, env={variable: str(folder)}, code=1)
+    assert not folder.exists()
     assert f"{variable}={folder} has no effect any more" in done.stderr
     assert "call xla_fsdp.enable_compilation_cache(folder) before launch" in done.stderr
     remedy = PLAIN.replace("    assert", "    xla_fsdp.enable_compilation_cache()\n    assert", 1)
-    done = run_script(remedy, env={variable: str(folder), "XDG_CACHE_HOME": str(tmp_path)})
-    folder = tmp_path / "xla_fsdp/compiled"  # the default
-    assert done.returncode == 0 and kept(folder), done.stderr
+    run_script(remedy, env={variable: str(folder), "XDG_CACHE_HOME": str(tmp_path)}, code=0)
+    assert kept(tmp_path / "xla_fsdp/compiled")  # the default
 
 
 def test_workers_of_this_suite_keep_programs_where_conftest_says(run_ranks):
@@ -112,10 +110,7 @@ def test_workers_of_this_suite_keep_programs_where_conftest_says(run_ranks):
     length = 1000 + os.getpid() % 1000  # of a program that no other test needs
     before, (compiled,) = kept(folder), run_ranks(count, 1, length)
     assert compiled > 0
-    until = time.monotonic() + 60
-    while len(kept(folder)) == len(before):  # a worker looks every second
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    assert comes(lambda: len(kept(folder)) > len(before))  # a worker looks every second
 
 
 @pytest.mark.slow
@@ -123,8 +118,7 @@ def test_a_second_start_compiles_nothing_and_trains_the_same(run_script, tmp_pat
     folder = tmp_path / "programs"
 
     def start(activation="relu"):
-        done = run_script(TRAINING, folder, activation)
-        assert done.returncode == 0, done.stderr
+        done = run_script(TRAINING, folder, activation, code=0)
         assert "Failed to deserialize" not in done.stderr
         assert not list(folder.glob("*/run-*"))
         return json.loads(done.stdout)
@@ -199,8 +193,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_ranks_in_processes_of_their_own_use_it(run_script, tmp_path):
-    done = run_script(SPAWNING, tmp_path / "pro:grams", env={"PJRT_DEVICE": "CPU"})
-    assert done.returncode == 0, done.stderr
+    done = run_script(SPAWNING, tmp_path / "pro:grams", env={"PJRT_DEVICE": "CPU"}, code=0)
     assert done.stdout.splitlines() == ["27.0 1 0", "27.0 0 1"]
     assert len(kept(tmp_path / "pro:grams")) == 1
 
@@ -258,10 +251,7 @@ class TestStore:
         second = opened(began=began.is_set)
         assert len(list(kind.glob("loading-*"))) == 1
         began.set()
-        until = time.monotonic() + 300
-        while list(kind.glob("loading-*")):
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        assert comes(lambda: not list(kind.glob("loading-*")))
         second.end()
         (kind / f"loading-{cache._host_name()}-4194305").touch()  # no process has this number
         (kind / "loading-elsewhere-4194305").touch()

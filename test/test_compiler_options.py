@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from unittest import mock
 
 import pytest
-import torch
 import torch_xla
 from on_ranks import without_ranks
+from planned import training_step
 from torch import nn
 from torch_xla._internal import tpu
 
@@ -20,16 +20,9 @@ from xla_fsdp.planning.compiling.compiler import Target
 from xla_fsdp.planning.compiling.progress import Progress
 from xla_fsdp.planning.tracing.traced import PartitionedProgram
 from xla_fsdp.ranks import launch, spawned
+from xla_fsdp.tpu import libtpu_flags
 from xla_fsdp.tpu.chips import CHIPS
-from xla_fsdp.tpu.libtpu_flags import (
-    Refusal,
-    library,
-    parse_arguments,
-    refusal,
-    to_arguments,
-    with_last,
-    with_undefok,
-)
+from xla_fsdp.tpu.libtpu_flags import Refusal, library, parse_arguments, refusal, with_undefok
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
 # For each family a slice, and what torch_xla 2.9 adds beside its four flags for all.
@@ -80,13 +73,6 @@ def launched(version, user):
     return there
 
 
-def step():
-    model = XlaFullyShardedDataParallel(nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.randn(8, 64).to("xla")).sum().backward()
-    optimizer.step()
-
-
 class Asked(Exception):
     pass
 
@@ -100,6 +86,7 @@ def planned(topology, user, launcher="xla_fsdp"):
         environment(PJRT_DEVICE="CPU", LIBTPU_INIT_ARGS=user),
         pytest.raises(Asked) as asked,
     ):
+        step = training_step(lambda: XlaFullyShardedDataParallel(nn.Linear(64, 64)), 8, 64)
         plan(step, topology, cache=False, progress=False, ranks=[0], launcher=launcher)
     return json.loads(str(asked.value))
 
@@ -165,7 +152,7 @@ def test_read_as_libtpu_reads():
       -> tensor<8x128xf32> { %y = stablehlo.add %x, %x : tensor<8x128xf32>
       return %y : tensor<8x128xf32> } }"""
     program = PartitionedProgram(text.encode(), "doubled", False, 4, ("x",), {}, 1, 4, 1.0)
-    over = with_last(
+    over = libtpu_flags.with_last(
         with_undefok(arguments, ["xla_gone"]), {"xla_tpu_sliced_prefetch_max_slices": "5"}
     )
     target = Target.of("v5e:2x2", None, "xla_fsdp", None, False, Progress(None))
@@ -206,7 +193,8 @@ def test_options_for_large_matmuls_are_those_of_the_chips(tmp_path, monkeypatch)
 
 
 def test_refused_by_the_installed_libtpu():
-    assert refusal(" ".join(to_arguments(compiler_options.ON_SPARSE_CORES)), library()) == Refusal()
+    known = " ".join(libtpu_flags.to_arguments(compiler_options.ON_SPARSE_CORES))
+    assert refusal(known, library()) == Refusal()
     unknown = refusal("--xla_no_such=1 --noxla_other --xla_tpu_enable_flash_attention", library())
     assert unknown == Refusal(("xla_no_such", "noxla_other"))
     (said,) = refusal("--xla_tpu_enable_flash_attention=perhaps", library()).illegal

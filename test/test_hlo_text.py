@@ -1,7 +1,5 @@
 """Programs of XLA as data, and the reader of schedules, on programs written by hand."""
 
-from __future__ import annotations
-
 import pytest
 from planned import EMPTY, hlo
 

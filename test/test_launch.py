@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import os
 import random
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 import torch
 from launch_scripts import HEAD, LATE
 from lazy_modules import torch_xla, xm
-from on_ranks import on_each_rank, slow
+from on_ranks import finish_step, on_each_rank, slow
 from torch import nn
 
 import xla_fsdp
@@ -33,67 +32,52 @@ def expected(rank, size, step):
     return size * (2 * (rank + step) + 1) + sum(range(size)) + size * step
 
 
-def test_programs_do_not_depend_on_the_garbage_collector(run_ranks, tmp_path):
+@on_each_rank(2)
+def test_programs_do_not_depend_on_the_garbage_collector(rank, tmp_path):
     """Rank 1's program alone would have the reductions of the model that nothing refers to,
     and wait for rank 0's."""
     collected = tmp_path / "collected"
 
-    def train(rank):
-        def backward(model):
-            model(torch.ones(2, 6).to("xla")).sum().backward()
-            return model.weight.grad
+    def backward(model):
+        model(torch.ones(2, 6).to("xla")).sum().backward()
+        return model.weight.grad
 
-        def abandon():
-            cycle = [FSDP(torch.nn.Linear(6, 3))]
-            cycle.append(cycle)
-            backward(cycle[0])
+    def abandon():
+        cycle = [FSDP(torch.nn.Linear(6, 3))]
+        cycle.append(cycle)
+        backward(cycle[0])
 
-        gc.disable()
-        try:
-            if rank == 0:
-                abandon()
-                gc.collect()
-                collected.touch()
-            while not collected.exists():
-                time.sleep(0.01)
-            if rank == 1:
-                abandon()
-            model = FSDP(torch.nn.Linear(6, 3))
-            grad = backward(model)
-            torch_xla.sync()
-            return grad
-        finally:
-            gc.enable()
-
-    assert sum(grad.sum().item() for grad in run_ranks(train, 2)) == 2.0 * 6 * 3
-
-
-MANY = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from test_launch import expected, sharded_step
-from xla_fsdp import launch
-import torch_xla, torch_xla.debug.metrics as met
-
-def run(rank, step):
-    loss = sharded_step(rank, 4, step)
-    if step % 2:
+    gc.disable()
+    try:
+        if rank == 0:
+            abandon()
+            gc.collect()
+            collected.touch()
+        while not collected.exists():
+            time.sleep(0.01)
+        if rank == 1:
+            abandon()
+        model = FSDP(torch.nn.Linear(6, 3))
+        grad = backward(model)
         torch_xla.sync()
-    return loss.item() if step % 3 else loss
-
-for step in range(9):
-    results = launch(run, (step,), 4)
-    assert [float(r) for r in results] == [expected(r, 4, step) for r in range(4)], (step, results)
-    if step == 5:  # one of each program has run
-        compiled = met.metric_data("CompileTime")[0]
-assert met.metric_data("CompileTime")[0] == compiled
-print("all")
-"""
+        assert grad.sum().item() == 2.0 * 6 * 3
+    finally:
+        gc.enable()
 
 
-def test_consecutive_launches_on_4_ranks(run_script):
-    result = run_script(MANY, os.path.dirname(__file__))
-    assert result.stdout == "all\n", result.stderr
+def test_consecutive_launches_on_4_ranks(run_ranks):
+    def run(rank, step):
+        loss = sharded_step(rank, 4, step)
+        if step % 2:
+            torch_xla.sync()
+        return loss.item() if step % 3 else loss, xla_fsdp.compilation_counts().compiled
+
+    compiled = []
+    for step in range(10):
+        losses, counts = zip(*run_ranks(run, 4, step), strict=True)
+        assert [float(loss) for loss in losses] == [expected(r, 4, step) for r in range(4)]
+        compiled.append(max(counts))
+    assert compiled[6] == compiled[9], "by the sixth launch one of each program has run"
 
 
 @on_each_rank(8)
@@ -249,6 +233,31 @@ try:
 finally:
     go_on.set()
 thread.join()
+""",
+    "functions imported before the launch": """
+from torch_xla.core.xla_model import all_gather, all_reduce, rendezvous
+
+def step(rank):
+    x = torch.ones(2).to("xla") + rank
+    rendezvous("a")
+    return all_reduce("sum", x).tolist(), all_gather(x).tolist()
+
+assert launch(step, (), 2) == [([3.0, 3.0], [1.0, 1.0, 2.0, 2.0])] * 2
+assert all_reduce is xm.all_reduce and all_reduce.__module__ == "torch_xla.core.xla_model"
+""",
+    "the caller's random state is given to ranks and kept": """
+def draw(rank):
+    return torch.rand(2), [torch.manual_seed(rank), torch.rand(5)][1]
+
+torch.manual_seed(11)
+first = torch.rand(1)
+results = launch(draw, (), 3)
+after = torch.rand(2)
+torch.manual_seed(11)
+assert torch.equal(first, torch.rand(1))
+want = torch.rand(2)
+assert all(torch.equal(value, want) for value in (after, *(value for value, _ in results)))
+assert torch.random.default_generator is torch.default_generator
 """,
     "on a TPU": """
 os.environ["PJRT_DEVICE"] = "TPU"
@@ -476,84 +485,66 @@ def plain_losses(case, size, steps):
     "name, sharding",
     [*itertools.product(CASES, ["class", "in place"]), *((name, "scanned") for name in SCANNED)],
 )
-def test_losses_are_those_of_one_process(run_ranks, name, sharding):
-    case = CASES[name]
-
-    def train(rank):
-        torch.manual_seed(0)
-        units = case.build(rank)
-        if sharding == "scanned":
-            model = scan_blocks(units)
-        elif sharding == "in place":
-            model = fully_shard(nn.Sequential(*map(fully_shard, units)))
-        else:
-            model = FSDP(nn.Sequential(*map(FSDP, units)))
-        optimizer = case.optimizer(case.held(list(model.parameters()), rank))
-        losses = []
-        for step in range(3):
-            loss = model(case.data(rank, step).to("xla")).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            torch_xla.sync()
-            losses.append(loss.item())
-        return losses
-
-    want = plain_losses(case, 2, 3)
-    assert run_ranks(train, 2) == [pytest.approx(one, rel=1e-5) for one in want]
+@on_each_rank(2)
+def test_losses_are_those_of_one_process(rank, size, name, sharding):
+    case, losses = CASES[name], []
+    want = plain_losses(case, size, 3)[rank]
+    torch.manual_seed(0)
+    units = case.build(rank)
+    if sharding == "scanned":
+        model = scan_blocks(units)
+    elif sharding == "in place":
+        model = fully_shard(nn.Sequential(*map(fully_shard, units)))
+    else:
+        model = FSDP(nn.Sequential(*map(FSDP, units)))
+    optimizer = case.optimizer(case.held(list(model.parameters()), rank))
+    for step in range(3):
+        loss = model(case.data(rank, step).to("xla")).square().mean()
+        loss.backward()
+        finish_step(optimizer)
+        losses.append(loss.item())
+    assert losses == pytest.approx(want, rel=1e-5)
 
 
-def test_a_result_that_one_rank_alone_refers_to(run_ranks):
-    def step(rank):
-        found = []
-        for number in range(3):
-            first = gather(torch.full((2,), rank + 1.5))
-            second = gather(first * 2)
-            kept = [second] if rank else []
-            del second
-            torch_xla.sync()
-            found.append([first.tolist(), [one.sum().item() for one in kept], number])
-        return found
-
-    gathered = [1.5, 1.5, 2.5, 2.5]
-    expected = [[[gathered, [32.0] * rank, n] for n in range(3)] for rank in (0, 1)]
-    assert run_ranks(step, 2) == expected
-
-
-def test_channels_of_the_caller(run_ranks):
-    def step(rank):
-        own = {"groups": [[0, 1]], "pin_layout": False}
-        first = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"), channel_id=71, **own)
-        second = gather(torch.full((2,), rank + 2.5))
-        values = torch.arange(4.0).to("xla") + rank
-        third = xm.reduce_scatter("sum", values, 1.0, 0, 2, channel_id=72, **own)
-        kept = [first, second, third][:: -1 if rank else 1]
-        del first, second, third
+@on_each_rank(2)
+def test_a_result_that_one_rank_alone_refers_to(rank):
+    for _ in range(3):
+        first = gather(torch.full((2,), rank + 1.5))
+        second = gather(first * 2)
+        kept = [second] if rank else []
+        del second
         torch_xla.sync()
-        return [one.tolist() for one in kept[:: -1 if rank else 1]]
-
-    want = [[1.5, 1.5, 2.5, 2.5], [2.5, 2.5, 3.5, 3.5]]
-    assert run_ranks(step, 2) == [[*want, [1.0, 3.0]], [*want, [5.0, 7.0]]]
+        assert first.tolist() == [1.5, 1.5, 2.5, 2.5]
+        assert [one.sum().item() for one in kept] == [32.0] * rank
 
 
-def test_values_go_through_as_they_are(run_ranks):
+@on_each_rank(2)
+def test_channels_of_the_caller(rank):
+    own = {"groups": [[0, 1]], "pin_layout": False}
+    first = xm.all_gather(torch.full((2,), rank + 1.5).to("xla"), channel_id=71, **own)
+    second = gather(torch.full((2,), rank + 2.5))
+    values = torch.arange(4.0).to("xla") + rank
+    third = xm.reduce_scatter("sum", values, 1.0, 0, 2, channel_id=72, **own)
+    kept = [first, second, third][:: -1 if rank else 1]
+    del first, second, third
+    torch_xla.sync()
+    first, second, third = (one.tolist() for one in kept[:: -1 if rank else 1])
+    assert (first, second) == ([1.5, 1.5, 2.5, 2.5], [2.5, 2.5, 3.5, 3.5])
+    assert third == ([5.0, 7.0] if rank else [1.0, 3.0])
+
+
+@on_each_rank(2)
+def test_values_go_through_as_they_are(rank):
     special = [float("nan"), float("inf"), -float("inf"), 0.5, 2e-38]
     kinds = [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.int32]
-
-    def step(rank):
-        gathered = [gather(torch.tensor(special)[start:]) for start in range(len(special))]
-        gathered += [gather(torch.tensor([1, 0, 1], dtype=kind)) for kind in kinds]
-        gathered.append(gather(torch.tensor([1.5 + 2j])))
-        scattered = xm.reduce_scatter("sum", torch.tensor(special[:2]).to("xla"), 1.0, 0, 2)
-        gathered.append(gather(torch.ones(2) + 0 * scattered.detach()[:0].sum()))
-        torch_xla.sync()
-        return [value.cpu() for value in gathered]
-
-    want = [torch.tensor(special[start:] * 2) for start in range(len(special))]
-    want += [torch.tensor([1, 0, 1] * 2, dtype=kind) for kind in kinds]
-    want += [torch.tensor([1.5 + 2j] * 2), torch.ones(4)]
-    for got in run_ranks(step, 2):
-        assert len(got) == len(want)
-        for one, other in zip(got, want, strict=True):
-            assert one.dtype == other.dtype
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    sent = [torch.tensor(special)[start:] for start in range(len(special))]
+    sent += [torch.tensor([1, 0, 1], dtype=kind) for kind in kinds]
+    sent.append(torch.tensor([1.5 + 2j]))
+    gathered = [gather(value) for value in sent]
+    scattered = xm.reduce_scatter("sum", torch.tensor(special[:2]).to("xla"), 1.0, 0, 2)
+    gathered.append(gather(torch.ones(2) + 0 * scattered.detach()[:0].sum()))
+    torch_xla.sync()
+    for value, found in zip([*sent, torch.ones(2)], gathered, strict=True):
+        assert found.dtype == value.dtype
+        want = torch.cat([value, value])
+        torch.testing.assert_close(found.cpu(), want, rtol=0, atol=0, equal_nan=True)

@@ -16,6 +16,7 @@ from xla_fsdp.testing import CollectiveMismatchError, RankError
 
 # What waits for ever ends by this, with a RankTimeoutError: no slow machine comes near it.
 FOR_EVER = 300.0
+HERE = f"at {__file__}:"
 
 
 def gather(shape=(4,), dtype=torch.float32):
@@ -70,16 +71,6 @@ class Faulty(torch.autograd.Function):
         return grad, None, None
 
 
-class Experts(torch.nn.Module):
-    def __init__(self, rank):
-        super().__init__()
-        self.rank = rank
-        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x):
-        return self.experts[self.rank](x)
-
-
 def raise_error(error):
     raise error
 
@@ -115,9 +106,20 @@ def backward(rank, reads):
     sync()
 
 
+def sync_on_autograds_thread(rank):
+    model = FSDP(torch.nn.Linear(4, 4), sync_on_finalization=True)
+    loss = model(torch.ones(2, 4).to("xla")).sum()
+    xm.rendezvous("both have a loss")
+    if rank == 1:
+        loss.backward()
+
+
 def route(rank, name="XlaFullyShardedDataParallel"):
-    shard = getattr(xla_fsdp, name)
-    shard(Experts(rank))(torch.ones(2, 4).to("xla")).sum().backward()
+    from small_models import Computes
+
+    experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    model = Computes(lambda model, x: model.experts[rank](x), experts=experts)
+    getattr(xla_fsdp, name)(model)(torch.ones(2, 4).to("xla")).sum().backward()
     sync()
 
 
@@ -142,6 +144,7 @@ DOES = {
     "raise what is pending": lambda rank: raise_error(ValueError(gather())),
     "exit 0": lambda rank: raise_error(SystemExit(0)),
     "exit 3": lambda rank: raise_error(SystemExit(3)),
+    "leave": lambda rank: raise_error(xla_fsdp.Preempted("nothing")),
     "interrupt": lambda rank: raise_error(KeyboardInterrupt()),
     "clean up": raise_while_cleaning_up,
     "mesh": reduce_at_a_rendezvous,
@@ -149,6 +152,7 @@ DOES = {
     "load": lambda rank: xm.rendezvous("loaded"),
     "backward": lambda rank: backward(rank, False),
     "backward that reads": lambda rank: backward(rank, True),
+    "sync late": sync_on_autograds_thread,
     "route": route,
     "route in place": lambda rank: route(rank, "fully_shard"),
 }
@@ -178,15 +182,14 @@ def follow(rank, scripts):
         (2, ["compute", "raise"], 1, ValueError, []),
         (3, ["swallow", "raise", "swallow"], 1, ValueError, []),
         (3, ["raise", "clean up"], 0, ValueError, ["no data"]),
+        (2, ["sleep, raise", ""], 0, ValueError, ["function returned, at the end of its function"]),
+        (2, ["sync late, sleep, raise", "sync late"], 0, ValueError, [f"torch_xla.sync(), {HERE}"]),
     ],
 )
 def test_a_rank_that_raises_ends_all(fails, n, scripts, rank, cause, words):
     error = fails(follow, n, scripts=scripts)
     assert error.rank == rank and all(word in f"{error}{error.traceback}" for word in words), error
     assert cause is None or isinstance(error.__cause__, cause)
-
-
-HERE = f"at {__file__}:"
 
 
 @pytest.mark.parametrize(
@@ -207,6 +210,7 @@ HERE = f"at {__file__}:"
         (3, ["gather, sync", "gather, sync, gather, sync"], ["rank 0: its function returned"]),
         (2, ["exit 0", "read"], []),
         (2, ["gather, mark step", ""], [f"rank 0: torch_xla.sync(), {HERE}"]),
+        (2, ["save", "leave"], ["rank 1: its function returned"]),
         (2, ["load", "save"], ["xm.rendezvous('saved')", "xm.rendezvous('loaded')"]),
         (4, ["save, gather, sync", "gather, sync"], []),
         (3, ["read, sync", "gather, sync"], []),
@@ -235,33 +239,11 @@ def test_an_interrupt_in_a_destructor_is_repeated(fails, capfd):
 
 
 def test_others_are_named_by_the_users_lines(fails):
-    def all_raise(rank):
-        raise ValueError("no data")
-
-    def one_has_returned(rank):
-        if rank == 0:
-            time.sleep(0.5)
-            raise ValueError("no data")
-
-    def one_syncs_on_autograds_thread(rank):
-        model = FSDP(torch.nn.Linear(4, 4), sync_on_finalization=True)
-        loss = model(torch.ones(2, 4).to("xla")).sum()
-        xm.rendezvous("both have a loss")
-        if rank == 0:
-            time.sleep(0.5)
-            raise ValueError("no data")
-        loss.backward()
-
-    file = all_raise.__code__.co_filename
-    for step, places in {
-        all_raise: [f"running, at {file}:", *(f"at the {x} of its" for x in ("start", "end"))],
-        one_has_returned: ["its function returned, at the end of its function"],
-        one_syncs_on_autograds_thread: [f"torch_xla.sync(), at {file}:"],
-    }.items():
-        for _ in range(5 if step is all_raise else 1):
-            text = str(fails(step, 2))
-            line = text.partition("The other ranks were stopped:\n")[2].splitlines()[0]
-            assert any(place in line for place in places), line
+    places = [f"running, {HERE}", *(f"at the {end} of its function" for end in ("start", "end"))]
+    for _ in range(5):
+        text = str(fails(follow, 2, scripts=["raise"]))
+        line = text.partition("The other ranks were stopped:\n")[2].splitlines()[0]
+        assert any(place in line for place in places), line
 
 
 def test_stuck_in_c_is_left_behind(run_ranks):

@@ -1,7 +1,5 @@
 """The compiler of a plan: which one it is, how it is installed, and errors where it is none."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -9,29 +7,17 @@ from functools import partial
 
 import pytest
 import torch
-from on_ranks import without_ranks
-from processes import run_command
+from on_ranks import raises, without_ranks
+from planned import training_step
+from processes import run_command, shell_script
 from test_topology import check_slices
 from torch import nn
 
-from xla_fsdp import (
-    CompileError,
-    UnusableCompilerError,
-    XlaFullyShardedDataParallel,
-    plan,
-    plan_compiler,
-)
+from xla_fsdp import CompileError, UnusableCompilerError, plan, plan_compiler
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.compiled.host_options import HostOptions
 from xla_fsdp.layers import scaled_dot_product_attention
-from xla_fsdp.plan_compiler import (
-    COMMAND,
-    TESTED,
-    changed_environment,
-    find_compiler,
-    install,
-    main,
-)
+from xla_fsdp.plan_compiler import COMMAND, TESTED, find_compiler, install
 from xla_fsdp.planning.compiling.compile_child import Names, _leave_out_tilings
 from xla_fsdp.planning.compiling.compiler import Target
 from xla_fsdp.planning.compiling.plan_cache import PlanCache
@@ -45,10 +31,7 @@ OWN = find_compiler().versions["libtpu"]
 
 def interpreter(folder, script):
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
+    return shell_script(folder / "python", script)
 
 
 def says(tmp_path, folder="env", **found):
@@ -58,8 +41,7 @@ def says(tmp_path, folder="env", **found):
 
 class TestFinding:
     def test_the_default_is_this_environment(self):
-        with pytest.raises(TypeError, match="a version of libtpu, a folder or an interpreter"):
-            find_compiler(51)
+        raises(TypeError, "a version of libtpu, a folder or an interpreter", find_compiler, 51)
         found = find_compiler()
         assert found.python == sys.executable and found.library.endswith("libtpu.so")
         assert found.versions["libtpu"] == "0.0.21" and found.versions["jax"] == "0.7.1"
@@ -79,7 +61,7 @@ class TestFinding:
             found = find_compiler(named)
             assert found.python == str(path) and found.library == "/x.so"
             assert list(found.versions) == ["jaxlib", "libtpu", "jax", "python"]
-        told = changed_environment(found.environment)
+        told = plan_compiler.changed_environment(found.environment)
         assert told["TPU_LIBRARY_PATH"] == "/x.so" and "PYTHONPATH" not in told
 
     @pytest.mark.parametrize(
@@ -143,8 +125,7 @@ class TestInstalling:
         monkeypatch.setenv("PIP_RETRIES", "0")
         monkeypatch.setenv("PIP_FIND_LINKS", "")
         said = r"pip install jax==0.12.0.1 libtpu==0.0.51"
-        with pytest.raises(UnusableCompilerError, match=said):
-            install(folder=tmp_path / "new", python=sys.executable)
+        raises(UnusableCompilerError, said, install, folder=tmp_path / "new", python=sys.executable)
         assert not any(tmp_path.iterdir())
 
     def test_one_that_is_there_stays(self, tmp_path):
@@ -153,39 +134,30 @@ class TestInstalling:
         assert path.exists()
 
     def test_the_command(self, tmp_path, capsys):
-        assert main(["show"]) == 0
+        assert plan_compiler.main(["show"]) == 0
         assert f"libtpu {OWN}" in capsys.readouterr().out
-        assert main(["install", "--version", "1.1"]) == 2
+        assert plan_compiler.main(["install", "--version", "1.1"]) == 2
         err = capsys.readouterr().err
         assert err.startswith("error: version '1.1'") and err.count("\n") == 1
 
 
 def step(width=1024):
-    def run():
-        fsdp = partial(XlaFullyShardedDataParallel, compute_dtype=torch.bfloat16)
-        model = fsdp(nn.Sequential(*(fsdp(nn.Linear(width, width)) for _ in range(2))))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.zeros(16, width).to("xla")).square().sum().backward()
-        optimizer.step()
+    def model():
+        fsdp = partial(FSDP, compute_dtype=torch.bfloat16)
+        return fsdp(nn.Sequential(*(fsdp(nn.Linear(width, width)) for _ in range(2))))
 
-    return run
+    return training_step(model, 16, width)
 
 
-def attention_step():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(1024, 3 * 1024)
+class Attention(nn.Linear):
+    def forward(self, x):
+        q, k, v = super().forward(x).unflatten(-1, (3, 8, 128)).permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, implementation="kernel")
+        return mixed.transpose(1, 2).flatten(2)
 
-        def forward(self, x):
-            q, k, v = self.qkv(x).unflatten(-1, (3, 8, 128)).permute(2, 0, 3, 1, 4).unbind(0)
-            mixed = scaled_dot_product_attention(q, k, v, is_causal=True, implementation="kernel")
-            return mixed.transpose(1, 2).flatten(2)
 
-    model = FSDP(Attention(), compute_dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.zeros(2, 1024, 1024).to("xla")).float().square().sum().backward()
-    optimizer.step()
+def attention():
+    return FSDP(Attention(1024, 3 * 1024), compute_dtype=torch.bfloat16)
 
 
 @without_ranks
@@ -273,7 +245,9 @@ def test_an_installed_compiler_plans_the_same_program(installed, tmp_path):
 
     # A kernel, written by jax 0.7.1 in this process, is read by both.
     kernels = {
-        version: plan(attention_step, "v6e-8", compiler=one, cache=cache, ranks=[0])
+        version: plan(
+            training_step(attention, 2, 1024, 1024), "v6e-8", compiler=one, cache=cache, ranks=[0]
+        )
         for version, one in compilers.items()
     }
     for one in kernels.values():
@@ -297,4 +271,4 @@ def installed(tmp_path_factory):
 def test_libtpu_describes_the_slices_of_tpu7x(installed):
     found = find_compiler(installed)
     slices = ("tpu7x-8", "tpu7x-32", "tpu7x-128", "tpu7x-512")
-    check_slices(slices, found.python, changed_environment(found.environment))
+    check_slices(slices, found.python, plan_compiler.changed_environment(found.environment))

@@ -1,7 +1,5 @@
 """Tracing a step as a rank of a slice that is not there."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os
@@ -9,12 +7,13 @@ import re
 import weakref
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 import torch_xla
 import torch_xla.runtime as xr
-from on_ranks import without_ranks
-from planned import described
+from on_ranks import raises, without_ranks
+from planned import described, training_step
 from torch import nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel as InTree
 
@@ -95,18 +94,8 @@ def test_state_exists_and_is_donated():
 @without_ranks
 def test_what_was_there_before_is_untouched():
     model = nn.Linear(16, 16).to("xla")
-    stepper = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    stepper = torch.optim.Adam(model.parameters(), lr=0.5)
     x = torch.ones(2, 16).to("xla")
-    for _ in range(2):  # state of the optimizer, then gradients
-        stepper.step()
-        model(x).sum().backward()
-    torch_xla.sync()
-    pending = x * 3
-    with torch.inference_mode():
-        inference = x * 4
-    before = [p.detach().cpu().clone() for p in model.parameters()]
-    grads = [p.grad.cpu().clone() for p in model.parameters()]
-    random = torch.get_rng_state()
 
     def step():
         torch.randn(3)
@@ -114,16 +103,32 @@ def test_what_was_there_before_is_untouched():
         loss.backward()
         stepper.step()
         stepper.zero_grad(set_to_none=False)
+        stepper.param_groups[0]["lr"] = 0.01
         torch_xla.sync()
 
+    def values():
+        state = [value for one in stepper.state.values() for value in one.values()]
+        tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *state]
+        return [tensor.detach().cpu().clone() for tensor in tensors]
+
+    trace_step(step, 0, 8)
+    assert not stepper.state and model.weight.grad is None
+    for _ in range(2):  # state of the optimizer, then gradients
+        stepper.step()
+        model(x).sum().backward()
+    torch_xla.sync()
+    pending = x * 3
+    with torch.inference_mode():
+        inference = x * 4
+    before, random = values(), torch.get_rng_state()
     programs = [trace_step(step, 0, 8).program for _ in range(2)]
-    assert programs[0].donated == programs[1].donated and len(programs[0].donated) == 6
-    assert torch.equal(torch.get_rng_state(), random)
-    for parameter, value, grad in zip(model.parameters(), before, grads, strict=True):
-        assert torch.equal(parameter.detach().cpu(), value)
-        assert torch.equal(parameter.grad.cpu(), grad)
+    assert programs[0].donated == programs[1].donated and len(programs[0].donated) == 8
+    assert torch.equal(torch.get_rng_state(), random) and stepper.param_groups[0]["lr"] == 0.5
+    assert len(before) == 10 and all(map(torch.equal, values(), before))
     for value, expected in ((pending, 3.0), (inference, 4.0)):
         assert torch.equal(value.cpu(), torch.full((2, 16), expected))
+    with pytest.raises(RuntimeError, match="already"):
+        trace_step(lambda: trace_step(step, 0, 8), 0, 8)
 
 
 @without_ranks
@@ -335,26 +340,16 @@ def test_reads_leave_the_rest_of_the_step_alone():
     assert not traced.reads and not traced.untrained and traced.trained == 4
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cells, self.head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 2)
-
+class Recurrent(nn.GRU):
     def forward(self, x):
-        return self.head(self.cells(x)[0])
+        return super().forward(x)[0]
 
 
 @without_ranks
 def test_recurrent_cells():
     """torch_xla's kernel traces the cell with tensors that have no values."""
-    model = Recurrent().to("xla")
-    stepper = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step():
-        model(torch.randn(4, 3, 8).to("xla")).sum().backward()
-        stepper.step()
-
-    assert len(trace_step(step, 0, 1).program.donated) == 6
+    step = training_step(lambda: Recurrent(8, 8, batch_first=True).to("xla"), 4, 3, 8)
+    assert len(trace_step(step, 0, 1).program.donated) == 4
 
 
 @without_ranks
@@ -375,13 +370,7 @@ def test_experts_that_values_choose_are_all_planned():
             return out
 
     def step(choose):
-        def run():
-            model = FSDP(Experts(choose))
-            stepper = torch.optim.SGD(model.parameters(), lr=0.1)
-            model(torch.randn(4, 8).to("xla")).sum().backward()
-            stepper.step()
-
-        return run
+        return training_step(lambda: FSDP(Experts(choose)), 4, 8)
 
     traced = trace_step(step(lambda hits: (hits > 0).nonzero()[:, 0].tolist()), 0, 4)
     assert traced.untrained == ("unused.weight", "unused.bias") and traced.trained == 8
@@ -420,29 +409,6 @@ def test_steps_without_end_say_where():
             trace_step(step, 0, 8)
         assert "test_plan_tracing.py" in str(info.value)
     assert trace_step(_step(), 0, 8).has_optimizer  # the next one is planned
-
-
-@without_ranks
-def test_an_optimizer_from_outside_is_put_back():
-    model = nn.Linear(8, 8).to("xla")
-    stepper = torch.optim.Adam(model.parameters(), lr=0.1)
-
-    def step():
-        model(torch.ones(2, 8).to("xla")).sum().backward()
-        stepper.step()
-        stepper.zero_grad()
-        stepper.param_groups[0]["lr"] = 0.01
-
-    trace_step(step, 0, 8)
-    assert not stepper.state and stepper.param_groups[0]["lr"] == 0.1
-    step()
-    torch_xla.sync()
-    before = [t.cpu().clone() for s in stepper.state.values() for t in s.values()]
-    trace_step(step, 0, 8)
-    after = [t.cpu() for s in stepper.state.values() for t in s.values()]
-    assert len(before) == 6 and all(map(torch.equal, before, after))
-    with pytest.raises(RuntimeError, match="already"):
-        trace_step(lambda: trace_step(step, 0, 8), 0, 8)
 
 
 @without_ranks
@@ -499,10 +465,8 @@ def test_errors_of_the_step_come_out_and_leave_nothing_behind():
         _step()()
         raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
-        trace_step(fail, 5, 64)
-    with pytest.raises(ValueError, match="traced nothing"):
-        trace_step(lambda: None, 0, 8)
+    raises(KeyError, "mine", trace_step, fail, 5, 64)
+    raises(ValueError, "traced nothing", trace_step, lambda: None, 0, 8)
     assert seen == [(5, 64)] and (xr.global_ordinal(), xr.world_size()) == (0, 1)
     assert dict(os.environ) == environment
     assert not torch_xla._XLAC._get_ir_debug()
@@ -544,7 +508,8 @@ def test_large_parameters_take_up_no_memory():
         stepper.step()
 
     offload = {"cpu_offload": xla_fsdp.CPUOffload()}
-    mapped = _mapped_bytes()
+    process = psutil.Process()
+    mapped = process.memory_info().vms
     programs = set()
     for way, options in (
         *((w, {}) for w in ways),
@@ -559,18 +524,13 @@ def test_large_parameters_take_up_no_memory():
             programs.add(traced.fingerprint)
     assert len(programs) == 1
     gc.collect()
-    assert _mapped_bytes() - mapped < 4 << 30, "the pages of a model are still mapped"
+    assert process.memory_info().vms - mapped < 4 << 30, "the pages of a model are still mapped"
 
 
 def _peak_bytes():
     """The most memory that this process ever had, without that of its parent before the start."""
     with open("/proc/self/status") as file:
         return 1024 * int(next(line.split()[1] for line in file if line.startswith("VmHWM")))
-
-
-def _mapped_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @without_ranks
@@ -605,8 +565,7 @@ def test_an_initialization_that_leaves_something_out_is_noticed():
         model = FSDP(Forgetful(512, 512, device="meta"))
         model(torch.ones(4, 512).to("xla")).sum().backward()
 
-    with pytest.raises(RuntimeError, match="does not initialize its parameter 'bias'"):
-        trace_step(step, 0, 8)
+    raises(RuntimeError, "does not initialize its parameter 'bias'", trace_step, step, 0, 8)
 
 
 @without_ranks
@@ -655,8 +614,7 @@ def test_donates_what_the_runtime_donates(run_script, tmp_path):
     """The same step, run by torch_xla, which states its donations in the program it compiles."""
     dump = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
     env = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": dump}
-    done = run_script(RUNTIME, os.path.dirname(__file__), env=env)
-    assert done.returncode == 0, done.stderr
+    done = run_script(RUNTIME, os.path.dirname(__file__), env=env, code=0)
     programs = [path.read_text() for path in tmp_path.glob("*before_optimizations.txt")]
     heads = [re.search(r"buffer_donor=\{(.*?)\}, entry", text) for text in programs]
     # 4 parameters with two moments each, in the steps after the first.

@@ -15,12 +15,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from processes import ended, free_port, run_command
+from conftest import ROOT
+from processes import ended, free_port, run_command, shell_script
 
 from xla_fsdp.ranks.slices import EXPECTED
 from xla_fsdp.tpu.topology import resolve
 
-ROOT = Path(__file__).resolve().parent.parent
 POD = ROOT / "examples" / "pod"
 README = (POD / "README.md").read_text()
 JOBSET = yaml.safe_load((POD / "jobset.yaml").read_text())
@@ -206,11 +206,6 @@ def test_wrong_usage_is_one_line_and_code_2(script, arguments, message, tmp_path
     assert len(done.stderr.splitlines()) == 1 and message in done.stderr
 
 
-def shell_script(path, text):
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-
-
 @pytest.fixture
 def slice_of_two(tmp_path):
     """``slice_of_two(*arguments)`` runs tpu_vm.sh on a slice with hosts w0 and w1, folders here."""
@@ -257,15 +252,6 @@ def test_one_failing_worker_ends_the_run_on_all(slice_of_two, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_preempted_slice_has_a_code_of_its_own(slice_of_two, tmp_path):
-    slice_of_two("start", "--", "sleep", "600")
-    (tmp_path / "state").write_text("PREEMPTED")
-    done = slice_of_two("wait", code=75)
-    assert "slice vit is PREEMPTED" in done.stderr
-    (tmp_path / "state").unlink()
-
-
-@pytest.mark.slow
 def test_a_run_is_started_again_and_a_slice_made_again(slice_of_two, tmp_path):
     with_pip(tmp_path)
     # The first time both workers are preempted in good order, the second time the slice is gone.
@@ -275,6 +261,7 @@ if [ $n = 1 ]; then exit 75; fi
 if [ $n = 2 ] && [ "$(hostname)" = w0 ]; then echo PREEMPTED > {tmp_path}/state; fi"""
     done = slice_of_two("--max_restarts=3", "--type=v3-32", *RUN, script)
     assert re.findall(r"ended with 75; starting again in 0 s, (\d) of 3", done.stderr) == ["1", "2"]
+    assert "slice vit is PREEMPTED" in done.stderr
     verbs = [call[2:4] for call in calls(tmp_path) if call[3] in ("create", "delete")]
     assert verbs == [["tpu-vm", "delete"], ["tpu-vm", "create"]]
     done = slice_of_two("--run=bad", "--max_restarts=2", *RUN, "exit 9", code=9)

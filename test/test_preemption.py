@@ -8,12 +8,11 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from lazy_modules import xm
-from processes import ended
+from conftest import EXAMPLES
+from processes import comes, ended
 from safetensors.torch import load_file
 from web_server import Server, answering
 
@@ -22,9 +21,6 @@ from xla_fsdp.pods import preemption
 from xla_fsdp.pods.metadata_server import notice
 from xla_fsdp.pods.preemption import _Agreement, poll_metadata_server
 from xla_fsdp.ranks.channel import Channel
-from xla_fsdp.ranks.errors import CollectiveMismatchError, Preempted
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 # The example as it is, in a process that gets SIGTERM in the middle of a step of one rank.
 MNIST = f"""
@@ -50,18 +46,15 @@ def test_a_run_that_is_taken_away_goes_on_where_it_was(run_script, tmp_path):
     flags = ["--num_devices=2", "--num_epochs=1", "--max_steps=6", "--fake_data"]
     flags += ["--no_ckpt_consolidation"]
 
-    def run(last, *more):
+    def run(code, last, *more):
         env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-        return run_script(MNIST, last, *flags, *more, cwd=tmp_path, env=env)
+        return run_script(MNIST, last, *flags, *more, cwd=tmp_path, env=env, code=code)
 
-    whole = run(0, "--ckpt_prefix=whole")
-    assert whole.returncode == 0, whole.stderr
-    taken = run(3, "--ckpt_prefix=taken")
-    assert taken.returncode == 75, taken.stderr
+    run(0, 0, "--ckpt_prefix=whole")
+    taken = run(75, 3, "--ckpt_prefix=taken")
     assert "Traceback" not in taken.stderr and "epoch 1" not in taken.stderr
     assert "saved and ended after" in taken.stderr
-    again = run(0, "--ckpt_prefix=taken", "--resume")
-    assert again.returncode == 0, again.stderr
+    run(0, 0, "--ckpt_prefix=taken", "--resume")
     for file in sorted((tmp_path / "whole/step-00000001").glob("rank-*")):
         expected, found = load_file(file), load_file(tmp_path / "taken/step-00000001" / file.name)
         assert found.keys() == expected.keys()
@@ -122,8 +115,7 @@ def there(tmp_path):
 
 @pytest.mark.parametrize("whom", ["launcher", "one rank", "stuck"])
 def test_processes_save_the_same_step(run_script, there, whom):
-    done = run_script(SPAWNED, whom, there, env={"PJRT_DEVICE": "CPU"}, timeout=900)
-    assert done.returncode == 75, done.stderr
+    done = run_script(SPAWNED, whom, there, env={"PJRT_DEVICE": "CPU"}, timeout=900, code=75)
     lines = sorted(done.stdout.splitlines())
     assert [line.rpartition(" ")[0] for line in lines] == ["rank 0 saves", "rank 1 saves"]
     assert len({line.split()[-1] for line in lines}) == 1
@@ -157,8 +149,7 @@ print("went on")
 
 
 def test_without_preemption_a_signal_ends_all(run_script, there):
-    done = run_script(CARELESS, there, timeout=900)
-    assert done.returncode == -signal.SIGTERM, done.stderr
+    done = run_script(CARELESS, there, timeout=900, code=-signal.SIGTERM)
     assert ended(done.stdout)  # and nothing was printed after the number
 
 
@@ -198,21 +189,9 @@ def test_a_notice_counts_after_the_store_was_lost():
     agreement = _Agreement(Channel(0, 2, Lost(), False), heard.append)
     time.sleep(0.2)
     agreement.request_stop("SIGTERM")
-    until = time.monotonic() + 600
-    while not heard and time.monotonic() < until:
-        time.sleep(0.01)
+    assert comes(lambda: heard)
     agreement.close()
     assert heard == ["SIGTERM; then the ranks' store was lost (closed)"]
-
-
-def test_a_rank_that_leaves_alone_is_a_mismatch(run_ranks):
-    def alone(rank):
-        if rank:
-            raise Preempted("nothing")
-        xm.rendezvous("all")
-
-    with pytest.raises(CollectiveMismatchError, match="its function returned"):
-        run_ranks(alone, 2)
 
 
 google = functools.partial(answering, Metadata_Flavor="Google")
@@ -239,10 +218,7 @@ def test_a_maintenance_event_is_a_notice(metadata, monkeypatch):
             assert not preempted()
             time.sleep(0.01)
         metadata.said["maintenance-event"] = "TERMINATE_ON_HOST_MAINTENANCE"
-        until = time.monotonic() + 600
-        while not preempted():
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        assert comes(preempted)
         word = "maintenance-event TERMINATE_ON_HOST_MAINTENANCE on rank 0"
         assert preempted.reason == word
         with pytest.raises(SystemExit) as end:
@@ -292,8 +268,7 @@ def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatc
     metadata.said["maintenance-event"] = drip(HEAD + b"\r\n", b"T")
     heard, over = queue.Queue(), threading.Event()
     threading.Thread(target=poll_metadata_server, args=(metadata.host, heard.put, over)).start()
-    while sum(path.endswith("preempted") for path, _ in metadata.asked) < 2:
-        time.sleep(0.01)
+    assert comes(lambda: sum(path.endswith("preempted") for path, _ in metadata.asked) >= 2)
     metadata.said["preempted"] = "TRUE"
     assert heard.get(timeout=600) == "preempted TRUE"
     over.set()
@@ -316,8 +291,7 @@ def test_a_handler_in_python_still_runs():
     try:
         with xla_fsdp.Preemption() as preempted:
             os.kill(os.getpid(), signal.SIGTERM)
-            while not preempted():
-                time.sleep(0.01)
+            assert comes(preempted)
         os.kill(os.getpid(), signal.SIGTERM)  # nobody listens any more
         assert heard == ["python"] * 2
     finally:

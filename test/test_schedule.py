@@ -1,7 +1,5 @@
 """The reader of schedules against the TPU compiler: small programs with known answers."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -52,7 +50,6 @@ def beside(w, x, y):
     with jax.named_scope("forward[blocks.3]"): return jnp.dot(x, g), y
 def before(w, x): return jnp.dot(x, gather(w))
 def scatter(x): return lax.psum_scatter(x, "x", tiled=True)
-def both(x): return lax.all_gather(x, "a", tiled=True), lax.all_gather(x, "b", tiled=True)
 def loop(w, x):
     return lax.scan(lambda c, wi: (jnp.tanh(c @ gather(wi)), None), x, w)[0]
 def update(p, g): return p - 0.1 * jnp.tanh(g @ p)
@@ -82,8 +79,6 @@ else:
     compile("beside", beside, (P("x"), P(), P()), (P(), P()), [big] * 3)
     compile("before", before, (P("x"), P()), P(), [big, big])
     compile("wide", scatter, (P(),), P("x"), [((8192, 128), F)])
-    mesh = Mesh(devices.reshape(2, 4), ("a", "b"))
-    compile("both", both, (P(),), (P(), P()), [((1000, 100), BF)])
 json.dump(out, open(sys.argv[1], "w"))
 """
 
@@ -153,16 +148,6 @@ def test_a_gather_beside_compute(compiled):
     # What needs the gather comes after it.
     last = [op for op in ops if op.phase == "forward" and op.cycles]
     assert [op.module for op in last] == ["blocks.3"] and last[0].index > one.done
-
-
-def test_groups_of_a_mesh(compiled):
-    """Neither the padding of 1000 × 100 nor the other axis counts."""
-    found = compiled("v5e:2x4")["both"].schedule.collectives
-    pairs, fours = sorted(found, key=lambda one: one.group_size)
-    assert pairs.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert fours.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert (pairs.bytes, pairs.wire_bytes) == (400_000, 200_000)
-    assert (fours.bytes, fours.wire_bytes) == (800_000, 600_000)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)

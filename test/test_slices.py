@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_runs import Run
 from lazy_modules import torch_xla
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises
 from small_models import mlp
 from test_strategy import assert_trains_alike
 from torch import nn
@@ -27,13 +27,8 @@ from xla_fsdp.ranks import channel, launch
 from xla_fsdp.ranks import slices as ours
 from xla_fsdp.ranks.errors import RankError
 from xla_fsdp.ranks.rank import current_rank
-from xla_fsdp.tpu.slices import (
-    VARIABLES,
-    MultisliceConfig,
-    equal_parts,
-    ranks_by_slice,
-    read_multislice_config,
-)
+from xla_fsdp.tpu import slices as several
+from xla_fsdp.tpu.slices import VARIABLES, MultisliceConfig, equal_parts
 from xla_fsdp.tpu.topology import resolve
 
 GROUPS = ((0, 1), (2, 3))
@@ -60,7 +55,7 @@ def said(count="2", number="1", coordinator="10.0.0.2:8080", port="8080"):
     ],
 )
 def test_what_the_variables_say(variables, place):
-    assert read_multislice_config(variables) == place
+    assert several.read_multislice_config(variables) == place
 
 
 @pytest.mark.parametrize(
@@ -81,18 +76,17 @@ def test_what_the_variables_say(variables, place):
     ],
 )
 def test_variables_that_do_not_fit_together_are_refused(variables, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        read_multislice_config(variables)
+    raises(ValueError, re.escape(words), several.read_multislice_config, variables)
 
 
 def test_ranks_by_what_the_runtime_says_of_devices():
     two = attributes_of(resolve("2xv5litepod-4"))
-    assert ranks_by_slice(two[::-1]) == ((0, 1, 2, 3), (4, 5, 6, 7)) == equal_parts(8, 2)
-    assert ranks_by_slice(attributes_of(resolve("v5litepod-4"))) == ()
+    assert several.ranks_by_slice(two[::-1]) == ((0, 1, 2, 3), (4, 5, 6, 7)) == equal_parts(8, 2)
+    assert several.ranks_by_slice(attributes_of(resolve("v5litepod-4"))) == ()
     # In the order of the slices, whatever ordinals they have; and devices that say nothing.
     devices = [{"name": f"TPU:{n}", "slice_index": 1 - n % 2} for n in range(4)]
-    assert ranks_by_slice(devices) == ((1, 3), (0, 2))
-    assert ranks_by_slice([{"name": "CPU:0"}]) == ranks_by_slice([]) == ()
+    assert several.ranks_by_slice(devices) == ((1, 3), (0, 2))
+    assert several.ranks_by_slice([{"name": "CPU:0"}]) == several.ranks_by_slice([]) == ()
 
 
 @pytest.fixture
@@ -145,15 +139,13 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
         ("two", None, ours.multislice_config(), "XLA_FSDP_SLICES='two' must be a number of slices"),
     ):
         monkeypatch.setenv("XLA_FSDP_SLICES", variable)
-        with pytest.raises(ValueError, match=message):
-            ours.require_slices(slices, place)
+        raises(ValueError, message, ours.require_slices, slices, place)
     monkeypatch.setenv("XLA_FSDP_SLICES", "2")  # as the recipes say it
     ours.require_slices(None, ours.multislice_config())
     monkeypatch.delenv("XLA_FSDP_SLICES")
     monkeypatch.setattr(xlac, "devices_of_slice", lambda: 8)
     launch._check_device_count(16, 2)
-    with pytest.raises(ValueError, match="num_devices=8, but there are 16 devices"):
-        launch._check_device_count(8, 2)
+    raises(ValueError, "num_devices=8, but there are 16 devices", launch._check_device_count, 8, 2)
     # Each process of a host has a port of its own, the first that of the host.
     for given, ports in (({PORT: "9000"}, ("9000", "9003")), ({}, (None, "8083"))):
         for local, expected in zip((0, 3), ports, strict=True):
@@ -179,8 +171,7 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
     monkeypatch.setattr(xr, "global_runtime_device_attributes", lambda: devices[:4])
     monkeypatch.setattr(xr, "world_size", lambda: 4)
     message = "MEGASCALE_NUM_SLICES=2, but the XLA runtime .* 1 slice,"
-    with pytest.raises(RuntimeError, match=message):
-        ours.require_all_slices()
+    raises(RuntimeError, message, ours.require_all_slices)
 
 
 SCRIPT = """
@@ -214,8 +205,7 @@ if __name__ == "__main__":
 
 
 def test_slices_are_simulated_on_cpu_ranks(run_script):
-    done = run_script(SCRIPT, env={"XLA_FSDP_SLICES": "4"})
-    assert done.returncode == 0, done.stderr
+    done = run_script(SCRIPT, env={"XLA_FSDP_SLICES": "4"}, code=0)
     four, two, *refused = done.stdout.splitlines()
     assert two == "[(0, 2, 2), (1, 2, 2), (0, 2, 2), (1, 2, 2)]"
     assert four == "[(0, 1, 4), (0, 1, 4), (0, 1, 4), (0, 1, 4)]"

@@ -105,8 +105,7 @@ def folder(tmp_path):
     ],
 )
 def test_one_that_fails_ends_all(run_script, folder, how, start, first, words):
-    done = run_script(SCRIPT, how, folder, *start, env={"PJRT_DEVICE": "CPU"})
-    assert done.returncode == 0, done.stderr
+    done = run_script(SCRIPT, how, folder, *start, env={"PJRT_DEVICE": "CPU"}, code=0)
     assert done.stdout.splitlines()[0] == first
     assert words in done.stdout and "left behind" not in done.stdout
     # What could not be reported is printed.

@@ -1,27 +1,20 @@
 """What a plan suggests to change: for each rule a step that triggers it, and one that must not."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 from planned import hlo
+from reports import GIB, MS, schedule_of
 
 from xla_fsdp.compiler_options import limit_scoped_vmem
+from xla_fsdp.planning import records
 from xla_fsdp.planning.program.assignment import Assignment
 from xla_fsdp.planning.program.flops import why_no_kernel
 from xla_fsdp.planning.program.hlo import parse_module
 from xla_fsdp.planning.program.places import inline_schedule
 from xla_fsdp.planning.program.schedule import read_schedule
 from xla_fsdp.planning.program.scopes import Labels
-from xla_fsdp.planning.records import (
-    Buffer,
-    CompiledCollective,
-    CompilerMemory,
-    HostCopy,
-    Op,
-    Schedule,
-)
+from xla_fsdp.planning.records import Buffer, HostCopy, Op, Schedule
 from xla_fsdp.planning.reporting.advice import Situation, suggestions, warnings
 from xla_fsdp.planning.timing import time_step
 from xla_fsdp.planning.tracing.step import TracedStep
@@ -29,7 +22,6 @@ from xla_fsdp.planning.tracing.traced import TracedProgram
 from xla_fsdp.planning.tracing.units import OnWire, TracedUnit
 from xla_fsdp.tpu.topology import resolve
 
-GIB, MS = 2**30, 1e-3
 V5E = resolve("v5litepod-8")
 RANKS = tuple(range(8))
 
@@ -40,7 +32,7 @@ def op(index, ms, phase="forward", **fields):
 
 
 def gather(index, size, phase="forward", kind="all-gather", dtype="bf16", **fields):
-    return CompiledCollective(
+    return records.CompiledCollective(
         kind, size, (RANKS,), index=index, done=index, name=f"{kind}.{index}", asked=kind,
         dtype=dtype, group_size=8, wire_bytes=size * 7 // 8, asynchronous=False, phase=phase,
         **fields,
@@ -56,16 +48,9 @@ UNITS = (unit(""), unit("blocks.0"), unit("blocks.1"))
 
 
 def advice(*what, required=2 * GIB, temporaries=0, capacity=16 * GIB, flops=0.0, **fields):
-    parts = {
-        "ops": Op,
-        "collectives": CompiledCollective,
-        "buffers": Buffer,
-        "host_copies": HostCopy,
-    }
-    sorted_ = {name: tuple(w for w in what if isinstance(w, k)) for name, k in parts.items()}
-    schedule = Schedule(100, curve=(1,) * 100, peak_index=50, **sorted_)
+    schedule = schedule_of(*what)
     figures = required - temporaries, 0, 0, temporaries, 0, required
-    memory = CompilerMemory(*figures, host_temporaries=fields.pop("on_host", 0))
+    memory = records.CompilerMemory(*figures, host_temporaries=fields.pop("on_host", 0))
     found = Situation(
         schedule, time_step(schedule, V5E, flops), memory, capacity, False, fields.pop("units", ()),
         lambda other: time_step(other, V5E, flops).step, **fields,

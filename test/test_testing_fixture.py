@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -15,7 +14,7 @@ import pytest
 import torch
 from lazy_modules import xm
 from on_ranks import only_full, raises
-from processes import ended
+from processes import ended, run_command
 
 from xla_fsdp.testing import RankError, RankTimeoutError, WorkerDiedError, run_in_ranks
 
@@ -56,12 +55,15 @@ def test_results_by_rank_and_at_most_two_idle_workers(run_ranks):
     assert len(servers) - len(workers) == 1 and 0 < len(workers) <= 2
 
 
-def test_classes_keep_their_identity(run_ranks):
+def test_classes_keep_their_identity_and_the_worker_is_reused(run_ranks):
+    first = run_ranks(pid, 2)
+    assert first[0] == first[1] != os.getpid()
     results = run_ranks(pair, 2, "v")
     assert results == [Pair(0, "v"), Pair(1, "v")] and type(results[0]) is Pair
     with pytest.raises(RankError) as info:
         run_ranks(fail, 2)
     assert type(info.value.__cause__) is DomainError and info.value.rank == 1
+    assert run_ranks(pid, 2) == first == run_in_ranks(pid, 2)
 
 
 def test_xla_tensors_inside_any_result_of_a_closure_come_back_on_the_cpu(run_ranks):
@@ -78,14 +80,6 @@ def test_xla_tensors_inside_any_result_of_a_closure_come_back_on_the_cpu(run_ran
         assert weight.device.type == "cpu" and isinstance(weight, torch.nn.Parameter)
         assert weight.tolist() == [[rank] * 2] * 2
         assert result["grads"][1][0].tolist() == [1.0]
-
-
-def test_the_worker_is_reused(run_ranks):
-    first = run_ranks(pid, 2)
-    assert first[0] == first[1] != os.getpid()
-    with pytest.raises(RankError):
-        run_ranks(fail, 2)
-    assert run_ranks(pid, 2) == first == run_in_ranks(pid, 2)
 
 
 def test_an_abort_in_a_rank_ends_the_worker_only(run_ranks):
@@ -184,10 +178,8 @@ def test_in_a_suite_of_its_own(tmp_path, mode):
         )
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-         f"--import-mode={mode}", str(tmp_path)],
-        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=1500,
-    )  # fmt: skip
+    words = ("-q", "-p", "no:cacheprovider", f"--import-mode={mode}", tmp_path)
+    how = {"env": environment, "cwd": tmp_path, "code": 1}
+    result = run_command(sys.executable, "-m", "pytest", *words, **how)
     assert "1 failed, 1 passed" in result.stdout, result.stdout
     assert "rank 1 of 2 raised AssertionError: wrong rank" in result.stdout

@@ -1,6 +1,8 @@
 """The model of the links and of the timeline, against answers worked out by hand."""
 
 import pytest
+from reports import MS
+from reports import schedule_of as schedule
 
 from xla_fsdp.planning.records import CompiledCollective, HostCopy, Op, Schedule
 from xla_fsdp.planning.timing import time_step
@@ -31,13 +33,6 @@ def columns(width, height):
     along_y = [range(x, width * height, width) for x in range(width)]
     along_x = [range(y * width, (y + 1) * width) for y in range(height)]
     return along_y, along_x
-
-
-def schedule(*what):
-    ops, collectives, copies = (
-        tuple(w for w in what if isinstance(w, kind)) for kind in (Op, CompiledCollective, HostCopy)
-    )
-    return Schedule(100, ops, collectives, (), (0,) * 100, 0, host_copies=copies)
 
 
 def op(index, seconds, times=1):
@@ -154,7 +149,6 @@ def test_description():
     assert "no links" in describe_links(resolve("v5e-1"))
 
 
-MS = 1e-3
 V5E_8 = resolve("v5e-8")
 # 1 ms on two lines of v5e: 4 hops (1 and 3 of the lines), the launch, and the rest on the links.
 SIZE = round((MS - LAUNCH - 4 * HOP) * 2 * 45e9 * 8 / 7)

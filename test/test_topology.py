@@ -1,13 +1,12 @@
 """A topology's name means the slice that Cloud TPU documents and that libtpu describes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import sys
 
 import pytest
+from on_ranks import raises
 from processes import run_command
 
 from xla_fsdp.tpu.topology import UnknownTopologyError, resolve, slice_names
@@ -113,8 +112,7 @@ class TestRefusals:
         assert all(resolve(known) for known in error.closest)
 
     def test_a_name_is_a_string(self):
-        with pytest.raises(TypeError, match="v3-128"):
-            resolve(8)
+        raises(TypeError, "v3-128", resolve, 8)
 
 
 def test_names_of_several_slices():
@@ -125,10 +123,8 @@ def test_names_of_several_slices():
     assert resolve("4xv4:2x2x1").devices == 16
     assert resolve("1xv3-8").devices == 8
     for name, reason in (("2xv3-8", "v3 slices are not joined"), ("0xv4-8", "0 slices")):
-        with pytest.raises(UnknownTopologyError, match=reason):
-            resolve(name)
-    with pytest.raises(UnknownTopologyError, match="no v5litepod slice of 7"):
-        resolve("2xv5litepod-7")
+        raises(UnknownTopologyError, reason, resolve, name)
+    raises(UnknownTopologyError, "no v5litepod slice of 7", resolve, "2xv5litepod-7")
 
 
 # What the compiler says, in a process of its own: libtpu must not meet torch_xla's.

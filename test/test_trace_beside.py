@@ -1,22 +1,22 @@
 """A trace: recorded with the names of a plan, matched with a plan, drawn; of others, refused."""
 
-import contextlib
 import dataclasses
 import json
 import random
-import warnings
+from collections import OrderedDict
 from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from lazy_modules import torch_xla, xm
-from on_ranks import raises
+from lazy_modules import torch_xla
+from on_ranks import finish_step, raises
 from planned import hlo
 from reports import HOSTILE, given_up, make, refused
-from test_report_pictures import Page
+from test_report import Page
 from torch import nn
 
 import xla_fsdp
+from xla_fsdp import XlaFullyShardedDataParallel as FSDP
 from xla_fsdp.planning.__main__ import main
 from xla_fsdp.planning.program.hlo import messages as hlo_messages
 from xla_fsdp.planning.recorded import messages, read_program, read_trace
@@ -57,8 +57,7 @@ def test_a_damaged_trace_is_refused(tmp_path):
 def test_what_is_no_trace_is_refused(tmp_path, capsys):
     make().save(tmp_path / "plan.json")
     for report in (refused(), given_up()):
-        with pytest.raises(ValueError, match="nothing to compare a trace with. No"):
-            report.compare_trace(tmp_path)
+        raises(ValueError, "nothing to compare a trace with. No", report.compare_trace, tmp_path)
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert main([str(tmp_path / "plan.json"), "--trace", str(folder)]) == 2
         said = capsys.readouterr().err
@@ -205,11 +204,9 @@ def test_programs_without_names_and_steps_that_were_cut_off(tmp_path):
     path = tmp_path / "host.xplane.pb"
     proto = hlo_proto()
     path.write_bytes(tpu_trace(proto).replace(b"ward[", b"ward_"))
-    with pytest.raises(ValueError, match="host.xplane.pb: no program in this trace has modu"):
-        read_trace(path)
+    raises(ValueError, "host.xplane.pb: no program in this trace has modu", read_trace, path)
     path.write_bytes(tpu_trace(proto, begins=()))
-    with pytest.raises(ValueError, match="no program in this trace has module names"):
-        read_trace(path)
+    raises(ValueError, "no program in this trace has module names", read_trace, path)
     # Another program of that name, as CPU ranks have them: if it ran, nobody knows which did what.
     for also, told in (("", False), ("copy.7", True)):
         path.write_bytes(tpu_trace(proto, also=also, names=2))
@@ -228,52 +225,33 @@ def test_programs_without_names_and_steps_that_were_cut_off(tmp_path):
         read_trace(path)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        wrap = xla_fsdp.XlaFullyShardedDataParallel
-        self.blocks = nn.ModuleList([wrap(nn.Linear(8, 8)) for _ in range(2)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-
 def train(rank, folder, steps, rows=2, enter_late=False):
+    from rank_warnings import warnings_of_ranks
+
     torch.manual_seed(0)
-    model = xla_fsdp.XlaFullyShardedDataParallel(Model())
+    blocks = nn.Sequential(*(FSDP(nn.Linear(8, 8)) for _ in range(2)))
+    model = FSDP(nn.Sequential(OrderedDict(blocks=blocks)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, compiled = [], []
 
     def step():
         loss = model(torch.full((rows, 8), rank + 1.0).to("xla")).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch_xla.sync()
+        finish_step(optimizer)
         losses.append(loss.item())
         compiled.append(xla_fsdp.compilation_counts().compiled)
 
     if enter_late:
         step()
-    recording = xla_fsdp.profile(folder, steps) if steps else contextlib.nullcontext()
-    # What catches warnings is the process's, and ranks are its threads.
-    with contextlib.ExitStack() as only_rank_0:
-        caught = []
-        if rank == 0:
-            caught = only_rank_0.enter_context(warnings.catch_warnings(record=True))
-            warnings.simplefilter("always")
-        xm.rendezvous("warnings are caught")
-        with recording as profiler:
-            for number in range(1, 6):
-                step()
-                if steps:
-                    profiler.step()
-                    if rank == 0 and number == steps[0]:
-                        raises(RuntimeError, "already", xla_fsdp.profile(folder, (0, 1)).__enter__)
-        xm.rendezvous("all have warned")
-    told = [str(one.message) for one in caught if "no names" in str(one.message)]
+    recording = xla_fsdp.profile(folder, steps) if steps else nullcontext()
+    with warnings_of_ranks(rank) as told, recording as profiler:
+        for number in range(1, 6):
+            step()
+            if steps:
+                profiler.step()
+                if rank == 0 and number == steps[0]:
+                    raises(RuntimeError, "already", xla_fsdp.profile(folder, (0, 1)).__enter__)
+    told = [one for one in told if "no names" in one]
     return losses, compiled, steps and profiler.file, told, torch_xla._XLAC._get_ir_debug()
 
 
@@ -359,5 +337,4 @@ def test_wrong_use_is_told(tmp_path):
         (ValueError, "folder is empty", "", (1, 2)),
         (TypeError, r"ranks must be a tuple of numbers, such as \(0,\), got 0", "x", (1, 2), 0),
     ):
-        with pytest.raises(error, match=message):
-            xla_fsdp.profile(*wrong)
+        raises(error, message, xla_fsdp.profile, *wrong)

@@ -1,13 +1,11 @@
 """What ``tune`` knows of a step without compiling it, against figures worked out by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
 import pytest
 import torch
-from on_ranks import without_ranks
+from on_ranks import raises, without_ranks
 from test_tuning import AGAIN, GIB, INNER, ROWS, V3, WIDTH, Network, facts, small_step
 
 from xla_fsdp import ShardingSettings, training_step
@@ -314,5 +312,4 @@ def test_blocks_are_found():
         ({nn.Conv2d}, ValueError, "blocks=Conv2d: Network has no module of these classes"),
         ([3], TypeError, "blocks must be the name"),
     ):
-        with pytest.raises(error, match=message):
-            find_blocks(network, blocks)
+        raises(error, message, find_blocks, network, blocks)

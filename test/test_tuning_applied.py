@@ -1,7 +1,5 @@
 """Settings that tune finds, applied to a model: it trains like plain torch whatever they say."""
 
-from __future__ import annotations
-
 import os
 import re
 from functools import partial
@@ -32,18 +30,25 @@ class Network(nn.Module):
 
 WAYS = {
     "scanned, kept": ShardingSettings(scan=True, recompute="all", keep=("up",)),
+    "scanned, on the host": ShardingSettings(
+        scan=True, recompute="all", keep=("up",), offload=True, scoped_vmem_kib=49152
+    ),
     "some kept, some recomputed": ShardingSettings(kept_blocks=1, recompute=2),
-    "by size, some kept": ShardingSettings(units=100, kept_blocks=("blocks.1.up", "blocks.2.down")),
     "some recomputed, one unit kept": ShardingSettings(recompute=1, kept_blocks=(2,)),
-    "hybrid": ShardingSettings(shard_group_size=2, reshard_after_forward=False),
-    "one unit, recomputed": ShardingSettings(units="model", recompute="all"),
+    "by size, some kept": ShardingSettings(units=100, kept_blocks=("blocks.1.up", "blocks.2.down")),
     "by size": ShardingSettings(units=100, recompute="all"),
-    "others kept": ShardingSettings(kept_blocks=(0, 2)),
+    "one unit": ShardingSettings(
+        batch=5, units="model", recompute="all", backward_prefetch="post"
+    ),
+    "hybrid": ShardingSettings(shard_group_size=2, reshard_after_forward=False),
+    "alone": ShardingSettings(shard_group_size=1, kept_blocks=(0, 2), recompute=2, offload=True),
     "no prefetch": ShardingSettings(
         forward_prefetch=False, backward_prefetch="none", limit_all_gathers=False,
         collective_routes="default",
     ),
 }  # fmt: skip
+# Those whose blocks a script joins itself; the others are pasted as code.
+JOINED = ("scanned, kept", "some kept, some recomputed", "some recomputed, one unit kept")
 
 
 def inputs(rank, step):
@@ -59,49 +64,32 @@ def trained(model, batches):
     return model
 
 
+def pasted(settings):
+    """The model after the code to paste."""
+    found = Tuning(settings, (), "v3-8", 8, 2**34, 1, 1, 0, samples=False)
+    script = {"model": Network()}
+    exec(found.code, script)
+    assert script["settings"] == settings
+    if settings.scoped_vmem_kib:
+        assert "xla_tpu_scoped_vmem_limit_kib=49152" in os.environ["LIBTPU_INIT_ARGS"]
+    if settings.scan:
+        assert type(script["model"].module.blocks).__name__ == "ScannedBlocks"
+    return script["model"]
+
+
 @pytest.mark.slow
 @on_each_rank(4)
 def test_whatever_they_say_it_trains_like_plain_torch(rank, size):
     plain = trained(Network(), [torch.cat([inputs(r, s) for r in range(size)]) for s in range(2)])
     wanted = plain.state_dict()
     for name, settings in WAYS.items():
-        if settings.scan or settings.kept_blocks in (1, (2,)):
-            model = settings.wrap_root(Network(settings.join))
-        else:
-            model = settings.wrap(Network())
+        joined = name in JOINED
+        model = settings.wrap_root(Network(settings.join)) if joined else pasted(settings)
         trained(model, [inputs(rank, s).to("xla") for s in range(2)])
         torch_xla.sync()
         found = full_state_dict(model, rank0_only=False)
         assert set(found) == set(wanted), name
         for key, value in found.items():
-            torch.testing.assert_close(value, wanted[key], msg=f"{name}: {key}")
-    model = WAYS["scanned, kept"].wrap(Network())
-    assert type(model.module.blocks).__name__ == "ScannedBlocks"
-
-
-PASTED = {
-    "scan, on the host": ShardingSettings(
-        scan=True, recompute="all", keep=("up",), offload=True, scoped_vmem_kib=49152
-    ),
-    "one unit": ShardingSettings(batch=5, units="model", backward_prefetch="post"),
-    "by size": ShardingSettings(units=100, kept_blocks=("blocks.1.up",), recompute="all"),
-    "groups": ShardingSettings(shard_group_size=1, kept_blocks=(0, 2), recompute=2, offload=True),
-}
-
-
-@on_each_rank(2)
-def test_code_to_paste_trains_like_plain_torch(rank):
-    wanted = trained(Network(), [torch.cat([inputs(r, 0) for r in range(2)])]).state_dict()
-    for name, settings in PASTED.items():
-        found = Tuning(settings, (), "v3-8", 8, 2**34, 1, 1, 0, samples=False)
-        script = {"model": Network()}
-        exec(found.code, script)
-        assert script["settings"] == settings, name
-        if settings.scoped_vmem_kib:
-            assert "xla_tpu_scoped_vmem_limit_kib=49152" in os.environ["LIBTPU_INIT_ARGS"]
-        model = trained(script["model"], [inputs(rank, 0).to("xla")])
-        torch_xla.sync()
-        for key, value in full_state_dict(model, rank0_only=False).items():
             torch.testing.assert_close(value, wanted[key], msg=f"{name}: {key}")
     os.environ.pop("LIBTPU_INIT_ARGS", None)
 

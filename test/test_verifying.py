@@ -13,7 +13,7 @@ import torch_xla.core.xla_model as xm
 
 import xla_fsdp
 from xla_fsdp.extras import MissingExtraError
-from xla_fsdp.pods import microbenchmarks, parity, stages, steps
+from xla_fsdp.pods import microbenchmarks, parity, stages, steps, verify
 from xla_fsdp.pods.findings import Finding, Status
 from xla_fsdp.pods.measurements import CollectiveTime, Job, Machine, Rate, StepRun, read_notes
 from xla_fsdp.pods.microbenchmarks import axes, modelled
@@ -21,16 +21,6 @@ from xla_fsdp.pods.parity import CASES, _parity_finding
 from xla_fsdp.pods.privacy import scrubbed, shown_environment
 from xla_fsdp.pods.steps import Size
 from xla_fsdp.pods.verification_report import Verification
-from xla_fsdp.pods.verify import (
-    Children,
-    calibrate,
-    describe_machine,
-    judge,
-    judge_collectives,
-    judge_death,
-    judge_programs,
-    judge_steps,
-)
 from xla_fsdp.preflight import main
 from xla_fsdp.tpu.calibration import Calibration, CalibrationError, calibrated, load_calibration
 from xla_fsdp.tpu.chips import V5E
@@ -57,7 +47,7 @@ def test_the_figures_of_links_are_found_again(name):
     published = resolve(name)
     true = {"link_bandwidth": 37e9, "launch_latency": 9e-6, "hop_latency": 2e-6}
     slice = dataclasses.replace(published, chip=dataclasses.replace(published.chip, **true))
-    found = calibrate(published.chip.family, measured(slice), [], published)
+    found = verify.calibrate(published.chip.family, measured(slice), [], published)
     for figure, value in true.items():
         assert getattr(found, figure) == pytest.approx(value, rel=1e-6), figure
     again = calibrated(published, found)
@@ -83,7 +73,7 @@ RATES = (
 
 
 def test_a_calibration_is_kept_and_changes_the_chip(tmp_path):
-    found = calibrate("v5e", [], RATES, resolve("v5litepod-8"))
+    found = verify.calibrate("v5e", [], RATES, resolve("v5litepod-8"))
     assert found.link_bandwidth is None
     path = tmp_path / "c.json"
     dataclasses.replace(found, about={"device": "TPU v5 lite"}).save(path)
@@ -155,21 +145,21 @@ def test_verdicts():
         ([first, {**second, "compiled": 1}], Status.DIFFERENT),
         ([first, {**second, "losses": ["b"]}], Status.FAILED),
     ):
-        assert judge_programs(starts).status is status
+        assert verify.judge_programs(starts).status is status
     died = {"way": "raises", "error": "rank 3 raised", "rank": 3, "seconds": 2.0}
-    assert judge_death(died, 4).status is Status.OK
+    assert verify.judge_death(died, 4).status is Status.OK
     for wrong in ({"error": ""}, {"rank": 2}, {"seconds": 100.0}):
-        assert judge_death({**died, **wrong}, 4).status is Status.FAILED
+        assert verify.judge_death({**died, **wrong}, 4).status is Status.FAILED
     ours = StepRun("s", "xla_fsdp", 0.010, 0.001, (2.0, 1.0), 2**30, 0.012, 2**30)
     theirs = StepRun("s", "in-tree", 0.020, 0.001, (2.0, 1.0))
-    found = {f.name: f.status for f in judge_steps([ours, theirs], True)}
+    found = {f.name: f.status for f in verify.judge_steps([ours, theirs], True)}
     assert found == {"step s": Status.OK, "plan of s": Status.OK, "HBM of s": Status.OK}
     wrong = dataclasses.replace(theirs, losses=(2.0, 1.5))
-    assert next(judge_steps([ours, wrong], True)).status is Status.FAILED
+    assert next(verify.judge_steps([ours, wrong], True)).status is Status.FAILED
     slow = dataclasses.replace(ours, seconds=0.03)
-    found = [f.status for f in judge_steps([slow, theirs], True)]
+    found = [f.status for f in verify.judge_steps([slow, theirs], True)]
     assert found[:2] == [Status.DIFFERENT, Status.DIFFERENT]
-    found = {f.name: f.status for f in judge_steps([slow], False)}
+    found = {f.name: f.status for f in verify.judge_steps([slow], False)}
     assert found == {"plan of s": Status.SKIPPED}
 
 
@@ -203,10 +193,10 @@ def test_a_report_is_told_kept_and_drawn(tmp_path):
     )
     findings = (
         Finding(Status.FAILED, "parity", HOSTILE, "equal", "report it"),
-        *judge_collectives(times),
+        *verify.judge_collectives(times),
     )
     where = Machine("TPU v5 lite", "v5e", 8, "v5e:2x4", {"torch": "2.9.0"}, {"XLA_FLAGS": HOSTILE})
-    calibration = calibrate("v5e", times, RATES, slice)
+    calibration = verify.calibrate("v5e", times, RATES, slice)
     found = Verification(where, findings, RATES, tuple(times), steps, calibration)
     assert not found.ok and found.failures() == ["parity"]
     text = str(found)
@@ -239,8 +229,7 @@ def test_stages_of_two_cpu_ranks(run_script, tmp_path):
     flags = [f"--report={tmp_path}/v.json", f"--calibration={tmp_path}/c.json"]
     flags += ["--num_devices=2", "--sizes", "2 x 64", "--topology=v5litepod-4"]
     flags += ["--stages", *(name for name in stages.STAGES if name != "parity")]
-    done = run_script(SCRIPT, *flags, env={"MY_TOKEN": "do-not-tell-this"}, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_script(SCRIPT, *flags, env={"MY_TOKEN": "do-not-tell-this"}, timeout=600, code=0)
     text = (tmp_path / "v.json").read_text()
     assert "do-not-tell-this" not in text
     data = json.loads(text)
@@ -318,8 +307,8 @@ def test_each_way_to_shard_trains_like_one_process(run_ranks, tmp_path):
 def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, monkeypatch):
     stages_here = ("programs", "steps")  # first the peaks of memory, then the steps
     on_two_ranks(run_ranks, tmp_path, *stages_here, on_tpu=True, sizes=("small",))
-    children = Children(tmp_path, now() + 100, lambda text: None)
-    where = describe_machine(read_notes(tmp_path, "where"))
+    children = verify.Children(tmp_path, now() + 100, lambda text: None)
+    where = verify.describe_machine(read_notes(tmp_path, "where"))
     assert (where.family, where.ranks, where.topology) == ("v5e", 2, "v5litepod-4")
     # What is planned, and where: of the slice that is here, the sizes of its kind.
     asked = []
@@ -331,7 +320,7 @@ def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, m
     monkeypatch.setattr(children, "_run", planned)
     children.plan(Job(("steps",), "", "", 0.0), where, None)
     assert asked == [("plan", tuple(steps.ON_TPU), "v5litepod-4", {"PJRT_DEVICE": "CPU"})]
-    found = judge(tmp_path, children.failures, where, None, stages_here)
+    found = verify.judge(tmp_path, children.failures, where, None, stages_here)
     ours = next(run for run in found.steps if run.lane == "xla_fsdp")
     assert (ours.planned, ours.hbm) == (0.01, 3 << 20) and ours.seconds > 0
     about = {each.name: each for each in found.findings}
@@ -362,7 +351,7 @@ def test_a_stage_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
                 return "ended with 1: RuntimeError: no"
             job.add("done", stage)
 
-    children = Children(tmp_path, now() + 100, lambda text: None)
+    children = verify.Children(tmp_path, now() + 100, lambda text: None)
     monkeypatch.setattr(children, "_run", run)
     children.run_stages(Job(("parity", "rates", "steps"), "", "", 0.0))
     assert left == [("parity", "rates", "steps"), ("steps",)]
@@ -381,7 +370,7 @@ def test_a_stage_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
     ],
 )
 def test_wrong_arguments_fail_before_the_measurement(capsys, monkeypatch, flag, said):
-    monkeypatch.setattr(Children, "run_stages", None)
+    monkeypatch.setattr(verify.Children, "run_stages", None)
     assert main(["--measure", flag]) == 2
     assert said in capsys.readouterr().err
 
@@ -389,7 +378,7 @@ def test_wrong_arguments_fail_before_the_measurement(capsys, monkeypatch, flag, 
 def test_stages_are_chosen(monkeypatch):
     ran = []
     monkeypatch.setattr("xla_fsdp.xlac.runtime_has_started", lambda: False)  # by another test
-    monkeypatch.setattr(Children, "run_stages", lambda self, job: ran.append(job.stages))
+    monkeypatch.setattr(verify.Children, "run_stages", lambda self, job: ran.append(job.stages))
     main(["--measure", "--stages", "checkpoints", "rates"])
     assert ran == [("checkpoints", "rates")]
     for name in ("stages", "cases", "sizes"):

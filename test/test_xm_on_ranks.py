@@ -178,27 +178,6 @@ def test_differentiable_functions_and_sync_batch_norm(rank):
     assert x.grad.isfinite().all()
 
 
-def test_names_imported_before_the_launch_work(run_script):
-    result = run_script(
-        """
-import torch
-from torch_xla.core.xla_model import all_reduce, all_gather, rendezvous
-import torch_xla.core.xla_model as xm
-from xla_fsdp import launch
-
-def step(rank):
-    x = torch.ones(2).to("xla") + rank
-    rendezvous("a")
-    return all_reduce("sum", x).tolist(), all_gather(x).tolist()
-
-assert launch(step, (), 2) == [([3.0, 3.0], [1.0, 1.0, 2.0, 2.0])] * 2
-assert all_reduce is xm.all_reduce and all_reduce.__module__ == "torch_xla.core.xla_model"
-print("same")
-"""
-    )
-    assert result.stdout == "same\n", result.stderr
-
-
 @on_each_rank(3)
 def test_save_closures_and_autograd_are_the_ranks_own(rank, tmp_path):
     seen = []
