@@ -3,8 +3,6 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 import tracemalloc
 from operator import setitem
 from pathlib import Path
@@ -346,15 +344,3 @@ def test_a_pipe_that_takes_the_place_of_a_file_while_it_is_read(folder):
 
 def test_digests_are_those_of_xxh3():
     assert digest(b"") == "2d06800538d394c2"  # as published
-
-
-@pytest.mark.full
-def test_the_same_without_assertions():
-    command = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
-    done = subprocess.run(
-        [*command, "-k", "container or value or pickle", __file__],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
