@@ -62,13 +62,16 @@ def test_relative_paths(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("save_name", ["", "ckpt_full.pth", "ckpt_rank-x-of-2.pth"])
-def test_second_run_ignores_the_output_of_the_first(tmp_path, save_name):
+def test_second_run_ignores_the_output_of_the_first(tmp_path, capsys, save_name):
     prefix = write(tmp_path)
     save_path = str(tmp_path / save_name) if save_name else ""
     for _ in range(2):  # the default suffix *.pth matches the output
         full, path = consolidate_sharded_model_checkpoints(prefix, save_path=save_path)
         assert_same(full, expected_state_dict(small_model()))
         assert os.path.dirname(path) == str(tmp_path)
+    for rank in range(2):
+        path_of(tmp_path, rank, 2).unlink()
+    assert_refused(capsys, tmp_path, prefix, errors.MissingRankError, path, suffix="*.pth")
 
 
 def test_results_of_other_programs(tmp_path, capsys):
@@ -82,14 +85,6 @@ def test_results_of_other_programs(tmp_path, capsys):
     assert_refused(capsys, tmp_path, prefix, errors.MissingMetadataError, other, suffix="*.pth")
     torch.save({"weights": 3}, default)
     assert_refused(capsys, tmp_path, prefix, errors.ForeignFileError, default, suffix="*.pth")
-
-
-def test_only_an_earlier_output_is_there(tmp_path, capsys):
-    prefix = write(tmp_path)
-    _, path = consolidate_sharded_model_checkpoints(prefix)
-    for rank in range(2):
-        path_of(tmp_path, rank, 2).unlink()
-    assert_refused(capsys, tmp_path, prefix, errors.MissingRankError, path, suffix="*.pth")
 
 
 def test_output_has_ordinary_permissions(tmp_path):
