@@ -17,7 +17,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from checkpoint_runs import Run
 from faulty_disk import Interrupting, Stopped
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises
 from rank_warnings import warnings_of_ranks
 
 import xla_fsdp
@@ -259,17 +259,14 @@ def test_only_the_job_is_served(started):
             other = replace(card.record, digests="0" * 16)
             hosts[0].peer.card(replace(card.without_manifest(), record=other))
         stranger = Peer(hosts[0].server.address, b"x" * 32, "me")
-        with pytest.raises(errors.UnreadableFileError, match="me .127.0.0.1"):
-            stranger.read_into(card, 0, out)
+        raises(errors.UnreadableFileError, "me .127.0.0.1", stranger.read_into, card, 0, out)
         beyond = memoryview(bytearray(card.record.size + 1))
-        with pytest.raises(errors.UnreadableFileError, match="bytes 0 to"):
-            hosts[0].peer.read_into(card, 0, beyond)
+        raises(errors.UnreadableFileError, "bytes 0 to", hosts[0].peer.read_into, card, 0, beyond)
         foreign = HostTier(LocalStore(), hosts[0].tier.root, "another run")
         with pytest.raises(errors.OutputError, match="belongs to another run"):
             hosts[1].peer.put(foreign, replace(card, run=foreign.run))
         outside = replace(card, record=replace(card.record, name="../../secret"))
-        with pytest.raises(errors.UnreadableFileError, match="is called"):
-            hosts[0].peer.read_into(outside, 0, out)
+        raises(errors.UnreadableFileError, "is called", hosts[0].peer.read_into, outside, 0, out)
         lie = replace(card, record=replace(card.record, digests="0" * 16))
         with pytest.raises(errors.OutputError, match="are not the bytes that were sent"):
             hosts[1].peer.put(hosts[0].tier, lie)
@@ -290,10 +287,10 @@ def test_a_host_that_says_nothing_is_given_up(started, monkeypatch):
 @pytest.mark.slow
 @on_each_rank(4)
 def test_training_goes_on_from_the_other_host_bit_for_bit(rank, size, folder):
-    def tiers(**options):
+    def tiers():
         return xla_fsdp.TieredCheckpointer(
             f"{folder}/durable", fast=f"{folder}/host{rank // 2}", host=f"host{rank // 2}",
-            address="127.0.0.1", drain_every=3, **options,
+            address="127.0.0.1", drain_every=3,
         )  # fmt: skip
 
     run = Run("nested", rank, size)

@@ -275,8 +275,7 @@ def test_says_what_is_wrong(rank):
     assert len(differing) == 2
     x = torch.ones(2, 4, device="xla")
     text = re.escape("returned (4, 4), torch.float32 for an input of (2, 4)")
-    with pytest.raises(ValueError, match=text):
-        scan_blocks([Small(double=True)])(x)
+    raises(ValueError, text, scan_blocks([Small(double=True)]), x)
     raises(TypeError, "floating-point tensor as first argument, got torch", differing, x.long())
 
 
