@@ -406,41 +406,29 @@ def test_damage_on_all_hosts_falls_back_to_what_is_older(run_ranks, tmp_path):
     assert "has no checkpoint, and step 2: damaged" in second and "step 3" not in second
 
 
-def _save_and_load(rank, folder, runs):
-    """runs: (name, [(step, value, clock)]). What is loaded of each after all have saved."""
+@on_each_rank(1)
+def test_the_newest_save_of_a_run_is_loaded(rank, folder):
+    """Of several runs in one folder, and of one whose clock went back."""
     model = torch.nn.Linear(1, 1)
 
     def tiers(name):
         return xla_fsdp.TieredCheckpointer(f"{folder}/{name}", fast=folder, drain_every=0)
 
-    for name, saves in runs:
+    # Step, value and time of each save.
+    for name, saves in (
+        ("first", [(1, 1.0, 1), (9, 9.0, 2)]),
+        ("second", [(1, 1.0, 3), (2, 2.0, 4)]),
+        ("back", [(5, 1.0, 2 * 10**18), (5, 2.0, 10**18)]),
+    ):
         with tiers(name) as checkpointer:
             for step, value, clock in saves:
                 torch.nn.init.constant_(model.weight, value)
                 with mock.patch("time.time_ns", return_value=clock):
                     checkpointer.save(model, step=step)
                 checkpointer.wait()
-    loaded = []
-    for name, _ in runs:
+    for name, step, value in (("first", 9, 9.0), ("second", 2, 2.0), ("back", 5, 2.0)):
         with tiers(name) as checkpointer:
-            loaded.append((checkpointer.load(model).step, model.weight.item()))
-    return loaded
-
-
-@pytest.mark.parametrize(
-    ("runs", "expected"),
-    [
-        ([("run", [(5, 1.0, 2 * 10**18), (5, 2.0, 10**18)])], [(5, 2.0)]),
-        (
-            [("first", [(1, 1.0, 1), (9, 9.0, 2)]), ("second", [(1, 1.0, 3), (2, 2.0, 4)])],
-            [(9, 9.0), (2, 2.0)],
-        ),
-    ],
-    ids=["clock went back", "two runs in one folder"],
-)
-def test_the_newest_save_of_a_run_is_loaded(run_ranks, tmp_path, runs, expected):
-    (loaded,) = run_ranks(_save_and_load, 1, str(tmp_path), runs)
-    assert loaded == expected
+            assert checkpointer.load(model).step == step and model.weight.item() == value
 
 
 @on_each_rank(2)
