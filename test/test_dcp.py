@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
+import torch_xla.core.xla_model as xm
 from consolidating import Harmful
+from on_ranks import on_each_rank
+from small_models import Computes
 from test_full_state import adamw, asgd
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
@@ -89,45 +92,39 @@ def read_here(rank, written):
         assert found.keys() == optim.keys()
 
 
-class Numbered(torch.nn.Module):
+def numbered():
     """Its parameters are named "0" and "1", as those of an optimizer."""
+    torch.manual_seed(0)
+    parameters = {"0": nn.Parameter(torch.randn(4, 6)), "1": nn.Parameter(torch.randn(6))}
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.register_parameter("0", torch.nn.Parameter(torch.randn(4, 6)))
-        self.register_parameter("1", torch.nn.Parameter(torch.randn(6)))
-
-    def forward(self, x):
+    def compute(self, x):
         return (x @ getattr(self, "0") * getattr(self, "1")).square().mean()
 
-
-def read_numbered(rank, root):
-    found = {}
-    for way in ("names", "flat", "numbers"):
-        model = FSDP(Numbered())
-        optimizer = adamw(model.parameters())
-        from_dcp(f"{root}/{way}", model, optimizer, allow_pickle=True)
-        found[way] = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    return found
+    return Computes(compute, **parameters)
 
 
-def test_parameters_with_numbers_as_names(run_ranks, tmp_path):
-    model = Numbered()
-    optimizer = adamw(model.parameters())
-    model(torch.ones(2, 4)).backward()
-    optimizer.step()
+@on_each_rank(2)
+def test_parameters_with_numbers_as_names(rank, folder):
+    plain = numbered()
+    one = adamw(plain.parameters())
+    plain(torch.ones(2, 4)).backward()
+    one.step()
+    expected = by_name(plain, one)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     ways = {
-        "names": get_state_dict(model, optimizer),
-        "flat": get_state_dict(model, optimizer, options=flat),
-        "numbers": (model.state_dict(), optimizer.state_dict()),
+        "names": get_state_dict(plain, one),
+        "flat": get_state_dict(plain, one, options=flat),
+        "numbers": (plain.state_dict(), one.state_dict()),
     }
     for way, (state, optim) in ways.items():
-        content = {"model": state, "optim": optim}
-        dcp.save(content, checkpoint_id=tmp_path / way, no_dist=True)
-    expected = by_name(model, optimizer)
-    for way, found in run_ranks(read_numbered, 2, str(tmp_path))[0].items():
+        path = f"{folder}/{way}"
+        if rank == 0:
+            dcp.save({"model": state, "optim": optim}, checkpoint_id=path, no_dist=True)
+        xm.rendezvous(way)
+        model = FSDP(numbered())
+        optimizer = adamw(model.parameters())
+        from_dcp(path, model, optimizer, allow_pickle=True)
+        found = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
         assert found.keys() == expected.keys(), way
         for name, values in expected.items():
             assert_equal({key: found[name][key] for key in values}, values)
