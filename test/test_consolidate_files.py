@@ -4,7 +4,6 @@ import os
 import pickle
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -27,6 +26,7 @@ from consolidating import (
     save,
     small_model,
 )
+from processes import run_command
 from sharded_files import even_cuts, write_checkpoint
 
 from xla_fsdp.consolidate import __main__ as cli
@@ -109,17 +109,12 @@ def test_inputs_are_left_as_they_were_and_nothing_is_printed(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def python(*arguments, **environment):
-    command, environment = [sys.executable, *map(str, arguments)], {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-
-
 def test_command_of_the_readme(tmp_path):
     prefix = write(tmp_path, 4)
     target = tmp_path / "full.pth"
     options = "--ckpt_prefix", prefix, "--ckpt_suffix", SUFFIX, "--save_path", target
-    done = python("-W", "error", "-m", "xla_fsdp.consolidate", *options)
-    assert done.returncode == 0, done.stderr
+    command = sys.executable, "-W", "error", "-m", "xla_fsdp.consolidate"
+    done = run_command(*command, *options, cwd=ROOT)
     # 9 parameters: the tied ones are counted once. 15 + 16 + 3 + 4 + 0 + 1 elements.
     size = target.stat().st_size
     assert done.stdout == f"wrote {target}: 9 parameters (39 elements), {size} bytes\n"
@@ -167,15 +162,16 @@ def test_interrupt(tmp_path, capsys, monkeypatch):
 def test_import_does_not_start_torch_xla():
     script = "import sys, xla_fsdp.consolidate; print('torch_xla' in sys.modules)"
     # torch itself may import any installed backend; the user decides that.
-    done = python("-c", script, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert done.stdout == "False\n", done.stderr
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = run_command(sys.executable, "-c", script, cwd=ROOT, env=environment)
+    assert done.stdout == "False\n"
 
 
 MIB = 1 << 20
 # malloc returns freed pieces to the system at once. By default it keeps them, for each thread up to
 # 64 MiB, and how many threads share them depends on the number of cores.
 SETTINGS = {
-    "PYTHONPATH": str(Path(__file__).parent.parent),
+    "PYTHONPATH": str(ROOT),
     "MALLOC_MMAP_THRESHOLD_": str(MIB),
 }
 MEASURE = """
@@ -240,11 +236,7 @@ def test_memory(folder):
         file["optimizer"] = {name: shard * 2 for name, shard in file["model"].items()}
     save(files, folder, "legacy")
     del tensors, state, optimizer, model, files, file
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folder)],
-        env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=1500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run_command(sys.executable, "-c", MEASURE, folder, env={**os.environ, **SETTINGS})
     streamed, in_memory = map(int, done.stdout.split())
     assert streamed < 64 * MIB
     # The function that returns the model takes its 200 MiB, and not the optimizer's.
