@@ -274,6 +274,7 @@ def test_to_and_from_torch(run_ranks, tmp_path, kinds):
         return write_here(rank, str(tmp_path / "ours"), kinds)
 
     expected = run_ranks(run, RANKS)[0]
+    assert not (tmp_path / "executed").exists()
     for kind, values in expected.items():
         plain = stacked("plain", 7) if kind == "scan" else plain_zoo(7)
         read_by_torch(tmp_path / "ours" / kind, copy.deepcopy(plain), values)
