@@ -127,7 +127,7 @@ def spoilt(tmp_path):
         path = tmp_path / name
         if isinstance(value, bytes):
             path.write_bytes(value)
-        elif name.endswith(".safetensors") and value is not None:
+        elif path.suffix == ".safetensors" and value is not None:
             save_file({n: v for n, v in {**state, **value}.items() if v is not None}, path)
         elif value is not None:
             torch.save(value, path)
