@@ -359,18 +359,15 @@ def test_unsafe_content_is_not_executed(tmp_path, capsys, writer):
     assert not trace.exists()
 
 
-def put(*path, value):
-    """A damage that sets one entry of a rank's file; `value` None deletes it."""
-
-    def damage(file):
-        for step in path[:-1]:
-            file = file[step]
-        if value is None:
-            del file[path[-1]]
-        else:
-            file[path[-1]] = value
-
-    return damage
+def put(file, *path):
+    """Sets an entry, at all of ``path`` but the last, to that; None deletes it."""
+    *steps, key, value = path
+    for step in steps:
+        file = file[step]
+    if value is None:
+        del file[key]
+    else:
+        file[key] = value
 
 
 MEMBER = ("shard_metadata", "parameters", "norm.weight", "members", 0)
@@ -378,15 +375,15 @@ BUFFER_DTYPE = ("shard_metadata", "buffers", "norm.mean")
 # What differs in one rank, and the key that the message names. Which of two ranks is wrong cannot
 # be known in general.
 OTHER_TENSORS = {
-    "drop key": put("model", "norm.weight", value=None),
-    "drop buffer": put("model", "norm.mean", value=None),
-    "longer shard": put("model", "norm.weight", value=torch.zeros(9)),
-    "other dtype": put("model", "norm.weight", value=torch.zeros(2, dtype=torch.float64)),
-    "no tensor": put("model", "norm.weight", value=3),
+    "drop key": ("model", "norm.weight", None),
+    "drop buffer": ("model", "norm.mean", None),
+    "longer shard": ("model", "norm.weight", torch.zeros(9)),
+    "other dtype": ("model", "norm.weight", torch.zeros(2, dtype=torch.float64)),
+    "no tensor": ("model", "norm.weight", 3),
 }
 OTHER_MODELS = {
-    "name": put(*MEMBER, "names", value=["norm.bias"]),
-    "buffer dtype": put(*BUFFER_DTYPE, value="float64"),
+    "name": (*MEMBER, "names", ["norm.bias"]),
+    "buffer dtype": (*BUFFER_DTYPE, "float64"),
 }
 
 
@@ -395,11 +392,11 @@ OTHER_MODELS = {
 def test_ranks_that_differ(tmp_path, capsys, what, rank):
     files = rank_files(small_model(), 2)
     if what in OTHER_TENSORS:
-        OTHER_TENSORS[what](files[rank])
+        put(files[rank], *OTHER_TENSORS[what])
         mentioned = tmp_path, ".pth: ", "norm."
         refused(capsys, tmp_path, files, errors.ShardMismatchError, *mentioned)
     else:
-        OTHER_MODELS[what](files[rank])
+        put(files[rank], *OTHER_MODELS[what])
         mentioned = path_of(tmp_path, 1, 2), path_of(tmp_path, 0, 2), "norm."
         refused(capsys, tmp_path, files, errors.MetadataMismatchError, *mentioned)
 
@@ -417,36 +414,29 @@ def test_parameters_that_no_rank_stores(tmp_path, capsys):
     refused(capsys, tmp_path, files, errors.ShardMismatchError, path, words)
 
 
-def about(*path, value):
-    return put("shard_metadata", *path, value=value)
-
-
 BLOCK = ("parameters", "block.flat_param_0")
 DAMAGES = {
-    "format": about("format", value="other"),
-    "version": about("version", value=2),
-    **{
-        f"no-{field}": about(field, value=None)
-        for field in ("world_size", "rank", "parameters", "buffers")
-    },
-    "world-size-0": about("world_size", value=0),
-    "parameters-int-keys": about("parameters", value={1: {}}),
-    "layout-unknown": about(*BLOCK, "layout", value="columns"),
-    "layout-dim0-of-several": about(*BLOCK, "layout", value="dim0"),
-    "layout-dim0-of-scalar": about("parameters", "scalar", "layout", value="dim0"),
-    "numel-wrong": about(*BLOCK, "numel", value=15),
-    "members-none": about("parameters", "nothing", "members", value=[]),
-    "member-without-name": about(*BLOCK, "members", 0, "names", value=[]),
-    "members-overlap": about(*BLOCK, "members", 3, "offset", value=11),
-    "members-gap": about(*BLOCK, "members", 0, "offset", value=1),
-    "name-twice": about(*BLOCK, "members", 1, "names", value=["block.fc.weight"]),
-    "dtype-unknown": about("buffers", "norm.mean", value="float31"),
-    "dtype-not-a-dtype": about("buffers", "norm.mean", value="nn"),
+    "format": ("format", "other"),
+    "version": ("version", 2),
+    **{f"no-{field}": (field, None) for field in ("world_size", "rank", "parameters", "buffers")},
+    "world-size-0": ("world_size", 0),
+    "parameters-int-keys": ("parameters", {1: {}}),
+    "layout-unknown": (*BLOCK, "layout", "columns"),
+    "layout-dim0-of-several": (*BLOCK, "layout", "dim0"),
+    "layout-dim0-of-scalar": ("parameters", "scalar", "layout", "dim0"),
+    "numel-wrong": (*BLOCK, "numel", 15),
+    "members-none": ("parameters", "nothing", "members", []),
+    "member-without-name": (*BLOCK, "members", 0, "names", []),
+    "members-overlap": (*BLOCK, "members", 3, "offset", 11),
+    "members-gap": (*BLOCK, "members", 0, "offset", 1),
+    "name-twice": (*BLOCK, "members", 1, "names", ["block.fc.weight"]),
+    "dtype-unknown": ("buffers", "norm.mean", "float31"),
+    "dtype-not-a-dtype": ("buffers", "norm.mean", "nn"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_metadata_that_contradicts_itself(tmp_path, capsys, damage):
     files = rank_files(small_model(), 2)
-    damage(files[1])
+    put(files[1]["shard_metadata"], *damage)
     refused(capsys, tmp_path, files, errors.InvalidMetadataError, path_of(tmp_path, 1, 2))
