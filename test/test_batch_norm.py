@@ -164,10 +164,6 @@ def whole_batch(shape=(BATCH, 3, 2, 2), seed=5):
     return x + torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)) / 3
 
 
-def part(rank, size, x):
-    return x.chunk(size)[rank].to("xla")
-
-
 @on_each_rank(4)
 def test_evaluation_uses_running_statistics(rank):
     model, x = norm().eval(), whole_batch().chunk(4)[rank]
@@ -232,7 +228,8 @@ def test_statistics_are_float32_for_bfloat16_weights_and_inputs(rank):
     model = FSDP(model, compute_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     plain = nn.BatchNorm1d(6, momentum=0.01)
     for x in inputs:
-        mine, theirs = part(rank, 4, x).requires_grad_(), x.float().requires_grad_()
+        mine = x.chunk(4)[rank].to("xla").requires_grad_()
+        theirs = x.float().requires_grad_()
         y = model(mine)
         y.float().square().sum().backward()
         torch_xla.sync()
