@@ -8,7 +8,8 @@ import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
-from on_ranks import finish_step, on_each_rank, raises, without_ranks
+from on_ranks import on_each_rank, raises, without_ranks
+from planned import training_step
 from torch import nn
 
 from xla_fsdp import SyncBatchNorm, checkpoint_module, full_state_dict, plan, scan_blocks
@@ -40,6 +41,7 @@ def layers(kind):
     linear = [nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)]
     sequences = [nn.Conv1d(2, 5, 3), nn.BatchNorm1d(5, momentum=None, eps=1e-3), nn.Tanh()]
     without = nn.BatchNorm2d(4, track_running_stats=False)
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(3)]
     return {
         "1d": (linear, (6,)),
         "1d of sequences": (sequences, (2, 9)),
@@ -47,6 +49,7 @@ def layers(kind):
         "3d": ([nn.Conv3d(1, 4, 2), nn.BatchNorm3d(4, affine=False), nn.Sigmoid()], (1, 4, 3, 5)),
         "without running statistics": ([nn.Conv2d(2, 4, 3), without, nn.Tanh()], (2, 5, 5)),
         "far from zero": ([nn.BatchNorm1d(3, momentum=0.3), nn.Tanh(), nn.Linear(3, 3)], (3,)),
+        "blocks": ([nn.Sequential(*blocks)], (4,)),
     }[kind]
 
 
@@ -103,6 +106,7 @@ def train(model, inputs, sync=lambda: None):
         ("without running statistics", 4, "nested"),
         ("far from zero", 4, "checkpointed"),
         ("far from zero", 1, "nested"),
+        ("blocks", 4, "scanned"),
     ],
 )
 @on_each_rank()
@@ -114,6 +118,8 @@ def test_sharded_equals_unsharded(rank, kind, wrapping):
     assert norms and all(type(m) is SyncBatchNorm for m in norms)
     if wrapping == "root":
         model = FSDP(model)
+    elif wrapping == "scanned":
+        model = FSDP(nn.Sequential(scan_blocks(model[0])))
     else:
         around = checkpoint_module if wrapping == "checkpointed" else nn.Identity().forward
         model = FSDP(nn.Sequential(*(FSDP(around(layer)) for layer in model)))
@@ -156,10 +162,6 @@ def norm(features=3, **options):
 def whole_batch(shape=(BATCH, 3, 2, 2), seed=5):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return x + torch.arange(shape[0]).view(-1, *[1] * (len(shape) - 1)) / 3
-
-
-def part(rank, size, x):
-    return x.chunk(size)[rank].to("xla")
 
 
 @on_each_rank(4)
@@ -215,8 +217,7 @@ def test_one_value_a_rank_and_wrong_inputs(rank):
     ):
         with pytest.raises(ValueError, match=text):
             make()(torch.ones(shape).to("xla"))
-    with pytest.raises(ValueError, match=r"on an XLA device, got cpu\. .* eval\(\)"):
-        norm().cpu()(torch.ones(4, 3))
+    raises(ValueError, r"on an XLA device, got cpu\. .* eval\(\)", norm().cpu(), torch.ones(4, 3))
 
 
 @on_each_rank(4)
@@ -227,7 +228,8 @@ def test_statistics_are_float32_for_bfloat16_weights_and_inputs(rank):
     model = FSDP(model, compute_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     plain = nn.BatchNorm1d(6, momentum=0.01)
     for x in inputs:
-        mine, theirs = part(rank, 4, x).requires_grad_(), x.float().requires_grad_()
+        mine = x.chunk(4)[rank].to("xla").requires_grad_()
+        theirs = x.float().requires_grad_()
         y = model(mine)
         y.float().square().sum().backward()
         torch_xla.sync()
@@ -242,23 +244,6 @@ def test_statistics_are_float32_for_bfloat16_weights_and_inputs(rank):
         assert state[f"0.{name}"].dtype is plain.state_dict()[name].dtype
         torch.testing.assert_close(state[f"0.{name}"].cpu(), plain.state_dict()[name], **CLOSE)
     assert not model.get_shard_metadata()["buffers"]  # nothing was cast
-
-
-@on_each_rank(4)
-def test_scanned_blocks(rank):
-    def block():
-        return nn.Sequential(nn.Linear(4, 4), SyncBatchNorm(4), nn.Tanh())
-
-    results = []
-    for around in (scan_blocks, lambda blocks: nn.Sequential(*map(FSDP, blocks))):
-        torch.manual_seed(6)
-        model = FSDP(nn.Sequential(nn.Linear(4, 4), around([block() for _ in range(3)])))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for seed in range(2):
-            model(part(rank, 4, whole_batch((BATCH, 4), seed))).sin().mean().backward()
-            finish_step(optimizer)
-        results.append({name: value.cpu() for name, value in model.state_dict().items()})
-    torch.testing.assert_close(results[0], results[1], **CLOSE)
 
 
 def test_parts_of_different_sizes_are_an_error(run_ranks):
@@ -352,16 +337,12 @@ def test_conversion_comes_before_wrapping(rank):
 @pytest.mark.slow
 @without_ranks
 def test_plan():
-    def step():
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
-        model = FSDP(SyncBatchNorm.convert_sync_batchnorm(model), compute_dtype=torch.bfloat16)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss = model(torch.randn(4, 3, 8, 8).to("xla").requires_grad_()).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
+    def model():
+        layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        layers = SyncBatchNorm.convert_sync_batchnorm(layers)
+        return FSDP(layers, compute_dtype=torch.bfloat16)
 
-    report = plan(step, "v3-8", cache=False, progress=False)
+    report = plan(training_step(model, 4, 3, 8, 8), "v3-8", cache=False, progress=False)
     assert report.executables == 1
     sent = [c for c in report.schedule.collectives if c.module.startswith("batch norm of 144")]
     found = [(c.kind, c.phase) for c in sent]

@@ -3,10 +3,7 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 import tracemalloc
-from operator import setitem
 from pathlib import Path
 
 import checkpoint_files as files
@@ -148,25 +145,13 @@ WRONG = [None, True, -1, 1.5, HUGE, 2**63, "", "../x", [], {}, [None], [[]], {""
 FREE = {"scheduler", "extra"}
 
 
-def _places(value, path=()):
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield (*path, key)
-            if key not in FREE:
-                yield from _places(each, (*path, key))
-    elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield (*path, number)
-            yield from _places(each, (*path, number))
-
-
-def _changed(body, path, change):
-    body = json.loads(json.dumps(body))
-    inner = body
-    for key in path[:-1]:
-        inner = inner[key]
-    change(inner, path[-1])
-    return body
+def _places(value):
+    """Every list and dict in a JSON value, with each of its keys."""
+    keys = value if isinstance(value, dict) else range(len(value))
+    for key in list(keys):
+        yield value, key
+        if key not in FREE and isinstance(value[key], (dict, list)):
+            yield from _places(value[key])
 
 
 def _loads_or_refuses(body) -> bool:
@@ -180,17 +165,22 @@ def _loads_or_refuses(body) -> bool:
 
 
 def test_a_manifest_with_a_wrong_value_anywhere(folder):
-    body = files.read_body(folder)
+    body, accepted = files.read_body(folder), set()
     assert _loads_or_refuses(body)
-    for name in body:
-        assert not _loads_or_refuses({key: each for key, each in body.items() if key != name}), name
-    accepted = set()
-    for path in _places(body):
+    for inner, key in list(_places(body)):
+        if inner is body:
+            field = key
+        right = inner[key]
         for wrong in WRONG:
-            changed = _changed(body, path, lambda *where, value=wrong: setitem(*where, value))
-            if _loads_or_refuses(changed) and changed != body:
-                accepted.add((path[0], repr(wrong)[:20]))
-        _loads_or_refuses(_changed(body, path, lambda inner, key: inner.pop(key)))
+            inner[key] = wrong
+            if _loads_or_refuses(body) and wrong != right:
+                accepted.add((field, repr(wrong)[:20]))
+        inner.pop(key)
+        assert not _loads_or_refuses(body) or inner is not body, key
+        if isinstance(inner, dict):
+            inner[key] = right
+        else:
+            inner.insert(key, right)
     for field in ("format", "version", "world_size", "files", "parameters", "buffers"):
         kinds = {kind for name, kind in accepted if name == field}
         # An empty list of buffers is fine; a shape may be [].
@@ -346,15 +336,3 @@ def test_a_pipe_that_takes_the_place_of_a_file_while_it_is_read(folder):
 
 def test_digests_are_those_of_xxh3():
     assert digest(b"") == "2d06800538d394c2"  # as published
-
-
-@pytest.mark.full
-def test_the_same_without_assertions():
-    command = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore"]
-    done = subprocess.run(
-        [*command, "-k", "container or value or pickle", __file__],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout

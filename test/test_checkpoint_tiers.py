@@ -17,7 +17,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from checkpoint_runs import Run
 from faulty_disk import Interrupting, Stopped
-from on_ranks import on_each_rank
+from on_ranks import on_each_rank, raises
 from rank_warnings import warnings_of_ranks
 
 import xla_fsdp
@@ -259,17 +259,14 @@ def test_only_the_job_is_served(started):
             other = replace(card.record, digests="0" * 16)
             hosts[0].peer.card(replace(card.without_manifest(), record=other))
         stranger = Peer(hosts[0].server.address, b"x" * 32, "me")
-        with pytest.raises(errors.UnreadableFileError, match="me .127.0.0.1"):
-            stranger.read_into(card, 0, out)
+        raises(errors.UnreadableFileError, "me .127.0.0.1", stranger.read_into, card, 0, out)
         beyond = memoryview(bytearray(card.record.size + 1))
-        with pytest.raises(errors.UnreadableFileError, match="bytes 0 to"):
-            hosts[0].peer.read_into(card, 0, beyond)
+        raises(errors.UnreadableFileError, "bytes 0 to", hosts[0].peer.read_into, card, 0, beyond)
         foreign = HostTier(LocalStore(), hosts[0].tier.root, "another run")
         with pytest.raises(errors.OutputError, match="belongs to another run"):
             hosts[1].peer.put(foreign, replace(card, run=foreign.run))
         outside = replace(card, record=replace(card.record, name="../../secret"))
-        with pytest.raises(errors.UnreadableFileError, match="is called"):
-            hosts[0].peer.read_into(outside, 0, out)
+        raises(errors.UnreadableFileError, "is called", hosts[0].peer.read_into, outside, 0, out)
         lie = replace(card, record=replace(card.record, digests="0" * 16))
         with pytest.raises(errors.OutputError, match="are not the bytes that were sent"):
             hosts[1].peer.put(hosts[0].tier, lie)
@@ -290,10 +287,10 @@ def test_a_host_that_says_nothing_is_given_up(started, monkeypatch):
 @pytest.mark.slow
 @on_each_rank(4)
 def test_training_goes_on_from_the_other_host_bit_for_bit(rank, size, folder):
-    def tiers(**options):
+    def tiers():
         return xla_fsdp.TieredCheckpointer(
             f"{folder}/durable", fast=f"{folder}/host{rank // 2}", host=f"host{rank // 2}",
-            address="127.0.0.1", drain_every=3, **options,
+            address="127.0.0.1", drain_every=3,
         )  # fmt: skip
 
     run = Run("nested", rank, size)
@@ -409,41 +406,29 @@ def test_damage_on_all_hosts_falls_back_to_what_is_older(run_ranks, tmp_path):
     assert "has no checkpoint, and step 2: damaged" in second and "step 3" not in second
 
 
-def _save_and_load(rank, folder, runs):
-    """runs: (name, [(step, value, clock)]). What is loaded of each after all have saved."""
+@on_each_rank(1)
+def test_the_newest_save_of_a_run_is_loaded(rank, folder):
+    """Of several runs in one folder, and of one whose clock went back."""
     model = torch.nn.Linear(1, 1)
 
     def tiers(name):
         return xla_fsdp.TieredCheckpointer(f"{folder}/{name}", fast=folder, drain_every=0)
 
-    for name, saves in runs:
+    # Step, value and time of each save.
+    for name, saves in (
+        ("first", [(1, 1.0, 1), (9, 9.0, 2)]),
+        ("second", [(1, 1.0, 3), (2, 2.0, 4)]),
+        ("back", [(5, 1.0, 2 * 10**18), (5, 2.0, 10**18)]),
+    ):
         with tiers(name) as checkpointer:
             for step, value, clock in saves:
                 torch.nn.init.constant_(model.weight, value)
                 with mock.patch("time.time_ns", return_value=clock):
                     checkpointer.save(model, step=step)
                 checkpointer.wait()
-    loaded = []
-    for name, _ in runs:
+    for name, step, value in (("first", 9, 9.0), ("second", 2, 2.0), ("back", 5, 2.0)):
         with tiers(name) as checkpointer:
-            loaded.append((checkpointer.load(model).step, model.weight.item()))
-    return loaded
-
-
-@pytest.mark.parametrize(
-    ("runs", "expected"),
-    [
-        ([("run", [(5, 1.0, 2 * 10**18), (5, 2.0, 10**18)])], [(5, 2.0)]),
-        (
-            [("first", [(1, 1.0, 1), (9, 9.0, 2)]), ("second", [(1, 1.0, 3), (2, 2.0, 4)])],
-            [(9, 9.0), (2, 2.0)],
-        ),
-    ],
-    ids=["clock went back", "two runs in one folder"],
-)
-def test_the_newest_save_of_a_run_is_loaded(run_ranks, tmp_path, runs, expected):
-    (loaded,) = run_ranks(_save_and_load, 1, str(tmp_path), runs)
-    assert loaded == expected
+            assert checkpointer.load(model).step == step and model.weight.item() == value
 
 
 @on_each_rank(2)

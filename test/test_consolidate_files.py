@@ -4,7 +4,6 @@ import os
 import pickle
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -27,6 +26,7 @@ from consolidating import (
     save,
     small_model,
 )
+from processes import run_command
 from sharded_files import even_cuts, write_checkpoint
 
 from xla_fsdp.consolidate import __main__ as cli
@@ -62,13 +62,16 @@ def test_relative_paths(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("save_name", ["", "ckpt_full.pth", "ckpt_rank-x-of-2.pth"])
-def test_second_run_ignores_the_output_of_the_first(tmp_path, save_name):
+def test_second_run_ignores_the_output_of_the_first(tmp_path, capsys, save_name):
     prefix = write(tmp_path)
     save_path = str(tmp_path / save_name) if save_name else ""
     for _ in range(2):  # the default suffix *.pth matches the output
         full, path = consolidate_sharded_model_checkpoints(prefix, save_path=save_path)
         assert_same(full, expected_state_dict(small_model()))
         assert os.path.dirname(path) == str(tmp_path)
+    for rank in range(2):
+        path_of(tmp_path, rank, 2).unlink()
+    assert_refused(capsys, tmp_path, prefix, errors.MissingRankError, path, suffix="*.pth")
 
 
 def test_results_of_other_programs(tmp_path, capsys):
@@ -82,14 +85,6 @@ def test_results_of_other_programs(tmp_path, capsys):
     assert_refused(capsys, tmp_path, prefix, errors.MissingMetadataError, other, suffix="*.pth")
     torch.save({"weights": 3}, default)
     assert_refused(capsys, tmp_path, prefix, errors.ForeignFileError, default, suffix="*.pth")
-
-
-def test_only_an_earlier_output_is_there(tmp_path, capsys):
-    prefix = write(tmp_path)
-    _, path = consolidate_sharded_model_checkpoints(prefix)
-    for rank in range(2):
-        path_of(tmp_path, rank, 2).unlink()
-    assert_refused(capsys, tmp_path, prefix, errors.MissingRankError, path, suffix="*.pth")
 
 
 def test_output_has_ordinary_permissions(tmp_path):
@@ -114,17 +109,12 @@ def test_inputs_are_left_as_they_were_and_nothing_is_printed(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def python(*arguments, **environment):
-    command, environment = [sys.executable, *map(str, arguments)], {**os.environ, **environment}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-
-
 def test_command_of_the_readme(tmp_path):
     prefix = write(tmp_path, 4)
     target = tmp_path / "full.pth"
     options = "--ckpt_prefix", prefix, "--ckpt_suffix", SUFFIX, "--save_path", target
-    done = python("-W", "error", "-m", "xla_fsdp.consolidate", *options)
-    assert done.returncode == 0, done.stderr
+    command = sys.executable, "-W", "error", "-m", "xla_fsdp.consolidate"
+    done = run_command(*command, *options, cwd=ROOT)
     # 9 parameters: the tied ones are counted once. 15 + 16 + 3 + 4 + 0 + 1 elements.
     size = target.stat().st_size
     assert done.stdout == f"wrote {target}: 9 parameters (39 elements), {size} bytes\n"
@@ -172,15 +162,16 @@ def test_interrupt(tmp_path, capsys, monkeypatch):
 def test_import_does_not_start_torch_xla():
     script = "import sys, xla_fsdp.consolidate; print('torch_xla' in sys.modules)"
     # torch itself may import any installed backend; the user decides that.
-    done = python("-c", script, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert done.stdout == "False\n", done.stderr
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = run_command(sys.executable, "-c", script, cwd=ROOT, env=environment)
+    assert done.stdout == "False\n"
 
 
 MIB = 1 << 20
 # malloc returns freed pieces to the system at once. By default it keeps them, for each thread up to
 # 64 MiB, and how many threads share them depends on the number of cores.
 SETTINGS = {
-    "PYTHONPATH": str(Path(__file__).parent.parent),
+    "PYTHONPATH": str(ROOT),
     "MALLOC_MMAP_THRESHOLD_": str(MIB),
 }
 MEASURE = """
@@ -245,11 +236,7 @@ def test_memory(folder):
         file["optimizer"] = {name: shard * 2 for name, shard in file["model"].items()}
     save(files, folder, "legacy")
     del tensors, state, optimizer, model, files, file
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folder)],
-        env={**os.environ, **SETTINGS}, capture_output=True, text=True, timeout=1500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run_command(sys.executable, "-c", MEASURE, folder, env={**os.environ, **SETTINGS})
     streamed, in_memory = map(int, done.stdout.split())
     assert streamed < 64 * MIB
     # The function that returns the model takes its 200 MiB, and not the optimizer's.
@@ -372,18 +359,15 @@ def test_unsafe_content_is_not_executed(tmp_path, capsys, writer):
     assert not trace.exists()
 
 
-def put(*path, value):
-    """A damage that sets one entry of a rank's file; `value` None deletes it."""
-
-    def damage(file):
-        for step in path[:-1]:
-            file = file[step]
-        if value is None:
-            del file[path[-1]]
-        else:
-            file[path[-1]] = value
-
-    return damage
+def put(file, *path):
+    """Sets an entry, at all of ``path`` but the last, to that; None deletes it."""
+    *steps, key, value = path
+    for step in steps:
+        file = file[step]
+    if value is None:
+        del file[key]
+    else:
+        file[key] = value
 
 
 MEMBER = ("shard_metadata", "parameters", "norm.weight", "members", 0)
@@ -391,15 +375,15 @@ BUFFER_DTYPE = ("shard_metadata", "buffers", "norm.mean")
 # What differs in one rank, and the key that the message names. Which of two ranks is wrong cannot
 # be known in general.
 OTHER_TENSORS = {
-    "drop key": put("model", "norm.weight", value=None),
-    "drop buffer": put("model", "norm.mean", value=None),
-    "longer shard": put("model", "norm.weight", value=torch.zeros(9)),
-    "other dtype": put("model", "norm.weight", value=torch.zeros(2, dtype=torch.float64)),
-    "no tensor": put("model", "norm.weight", value=3),
+    "drop key": ("model", "norm.weight", None),
+    "drop buffer": ("model", "norm.mean", None),
+    "longer shard": ("model", "norm.weight", torch.zeros(9)),
+    "other dtype": ("model", "norm.weight", torch.zeros(2, dtype=torch.float64)),
+    "no tensor": ("model", "norm.weight", 3),
 }
 OTHER_MODELS = {
-    "name": put(*MEMBER, "names", value=["norm.bias"]),
-    "buffer dtype": put(*BUFFER_DTYPE, value="float64"),
+    "name": (*MEMBER, "names", ["norm.bias"]),
+    "buffer dtype": (*BUFFER_DTYPE, "float64"),
 }
 
 
@@ -408,11 +392,11 @@ OTHER_MODELS = {
 def test_ranks_that_differ(tmp_path, capsys, what, rank):
     files = rank_files(small_model(), 2)
     if what in OTHER_TENSORS:
-        OTHER_TENSORS[what](files[rank])
+        put(files[rank], *OTHER_TENSORS[what])
         mentioned = tmp_path, ".pth: ", "norm."
         refused(capsys, tmp_path, files, errors.ShardMismatchError, *mentioned)
     else:
-        OTHER_MODELS[what](files[rank])
+        put(files[rank], *OTHER_MODELS[what])
         mentioned = path_of(tmp_path, 1, 2), path_of(tmp_path, 0, 2), "norm."
         refused(capsys, tmp_path, files, errors.MetadataMismatchError, *mentioned)
 
@@ -430,36 +414,29 @@ def test_parameters_that_no_rank_stores(tmp_path, capsys):
     refused(capsys, tmp_path, files, errors.ShardMismatchError, path, words)
 
 
-def about(*path, value):
-    return put("shard_metadata", *path, value=value)
-
-
 BLOCK = ("parameters", "block.flat_param_0")
 DAMAGES = {
-    "format": about("format", value="other"),
-    "version": about("version", value=2),
-    **{
-        f"no-{field}": about(field, value=None)
-        for field in ("world_size", "rank", "parameters", "buffers")
-    },
-    "world-size-0": about("world_size", value=0),
-    "parameters-int-keys": about("parameters", value={1: {}}),
-    "layout-unknown": about(*BLOCK, "layout", value="columns"),
-    "layout-dim0-of-several": about(*BLOCK, "layout", value="dim0"),
-    "layout-dim0-of-scalar": about("parameters", "scalar", "layout", value="dim0"),
-    "numel-wrong": about(*BLOCK, "numel", value=15),
-    "members-none": about("parameters", "nothing", "members", value=[]),
-    "member-without-name": about(*BLOCK, "members", 0, "names", value=[]),
-    "members-overlap": about(*BLOCK, "members", 3, "offset", value=11),
-    "members-gap": about(*BLOCK, "members", 0, "offset", value=1),
-    "name-twice": about(*BLOCK, "members", 1, "names", value=["block.fc.weight"]),
-    "dtype-unknown": about("buffers", "norm.mean", value="float31"),
-    "dtype-not-a-dtype": about("buffers", "norm.mean", value="nn"),
+    "format": ("format", "other"),
+    "version": ("version", 2),
+    **{f"no-{field}": (field, None) for field in ("world_size", "rank", "parameters", "buffers")},
+    "world-size-0": ("world_size", 0),
+    "parameters-int-keys": ("parameters", {1: {}}),
+    "layout-unknown": (*BLOCK, "layout", "columns"),
+    "layout-dim0-of-several": (*BLOCK, "layout", "dim0"),
+    "layout-dim0-of-scalar": ("parameters", "scalar", "layout", "dim0"),
+    "numel-wrong": (*BLOCK, "numel", 15),
+    "members-none": ("parameters", "nothing", "members", []),
+    "member-without-name": (*BLOCK, "members", 0, "names", []),
+    "members-overlap": (*BLOCK, "members", 3, "offset", 11),
+    "members-gap": (*BLOCK, "members", 0, "offset", 1),
+    "name-twice": (*BLOCK, "members", 1, "names", ["block.fc.weight"]),
+    "dtype-unknown": ("buffers", "norm.mean", "float31"),
+    "dtype-not-a-dtype": ("buffers", "norm.mean", "nn"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_metadata_that_contradicts_itself(tmp_path, capsys, damage):
     files = rank_files(small_model(), 2)
-    damage(files[1])
+    put(files[1]["shard_metadata"], *damage)
     refused(capsys, tmp_path, files, errors.InvalidMetadataError, path_of(tmp_path, 1, 2))

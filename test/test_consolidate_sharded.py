@@ -20,6 +20,7 @@ from consolidating import (
     save,
     small_model,
 )
+from on_ranks import raises
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sharded_files import everything, small_checkpoint, write_checkpoint
@@ -103,8 +104,7 @@ def test_sizes(text, size):
     if size is not None:
         assert parse_size(text) == size
         return
-    with pytest.raises(errors.OptionsError, match="max_shard_size: .*like 5GB"):
-        parse_size(text)
+    raises(errors.OptionsError, "max_shard_size: .*like 5GB", parse_size, text)
 
 
 def test_optimizer_as_torch_file(tmp_path):
@@ -199,8 +199,7 @@ def test_options_that_do_not_fit(tmp_path, monkeypatch, options, said):
     monkeypatch.chdir(tmp_path)
     small_checkpoint(tmp_path / "ckpt")
     write_checkpoint(tmp_path / "bare", {"w": torch.ones(3)})
-    with pytest.raises(errors.OptionsError, match=said):
-        consolidate_checkpoint(**{"path": "ckpt", **options})
+    raises(errors.OptionsError, said, consolidate_checkpoint, **{"path": "ckpt", **options})
     assert {path.name for path in tmp_path.iterdir()} == {"bare", "ckpt"}
 
 
@@ -209,8 +208,7 @@ def test_damage_is_found_and_nothing_written(tmp_path, capsys):
     file = tmp_path / "ckpt" / "rank-00001-of-00003.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-3] + bytes([data[-3] ^ 16]) + data[-2:])
-    with pytest.raises(errors.CorruptFileError, match=str(file)):
-        verify_checkpoint(tmp_path / "ckpt")
+    raises(errors.CorruptFileError, str(file), verify_checkpoint, tmp_path / "ckpt")
     for arguments in (["--verify"], ["--format", "pth"], [], ["--reshard", "2"]):
         code, out, err = run_cli(capsys, "--ckpt_prefix", tmp_path / "ckpt", *arguments)
         assert (code, out) == (2, [])
@@ -255,8 +253,7 @@ def test_any_range_of_elements(tmp_path, monkeypatch, limit):
         begin, end = sorted(pick.integers(0, 78, 2).tolist())
         assert same(checkpoint.read("s", begin, end), small[begin:end])
     for begin, end in [(-1, 2), (3, 2), (0, 78), (100, 101)]:
-        with pytest.raises(ValueError, match="'s' has 77 elements"):
-            checkpoint.read("s", begin, end)
+        raises(ValueError, "'s' has 77 elements", checkpoint.read, "s", begin, end)
 
 
 def test_a_single_value_that_is_none(tmp_path):
@@ -389,8 +386,7 @@ def test_options_of_the_command_that_contradict(tmp_path, capsys, options, said)
 
 @pytest.mark.parametrize("world_size", [0, -1, 100_000, True, "2"])
 def test_no_number_of_ranks(tmp_path, world_size):
-    with pytest.raises(errors.OptionsError, match="expected 1 to 99999"):
-        reshard_checkpoint(tmp_path, world_size)
+    raises(errors.OptionsError, "expected 1 to 99999", reshard_checkpoint, tmp_path, world_size)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
+import torch_xla.core.xla_model as xm
 from consolidating import Harmful
+from on_ranks import on_each_rank
+from small_models import Computes
 from test_full_state import adamw, asgd
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
@@ -89,45 +92,39 @@ def read_here(rank, written):
         assert found.keys() == optim.keys()
 
 
-class Numbered(torch.nn.Module):
+def numbered():
     """Its parameters are named "0" and "1", as those of an optimizer."""
+    torch.manual_seed(0)
+    parameters = {"0": nn.Parameter(torch.randn(4, 6)), "1": nn.Parameter(torch.randn(6))}
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.register_parameter("0", torch.nn.Parameter(torch.randn(4, 6)))
-        self.register_parameter("1", torch.nn.Parameter(torch.randn(6)))
-
-    def forward(self, x):
+    def compute(self, x):
         return (x @ getattr(self, "0") * getattr(self, "1")).square().mean()
 
-
-def read_numbered(rank, root):
-    found = {}
-    for way in ("names", "flat", "numbers"):
-        model = FSDP(Numbered())
-        optimizer = adamw(model.parameters())
-        from_dcp(f"{root}/{way}", model, optimizer, allow_pickle=True)
-        found[way] = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-    return found
+    return Computes(compute, **parameters)
 
 
-def test_parameters_with_numbers_as_names(run_ranks, tmp_path):
-    model = Numbered()
-    optimizer = adamw(model.parameters())
-    model(torch.ones(2, 4)).backward()
-    optimizer.step()
+@on_each_rank(2)
+def test_parameters_with_numbers_as_names(rank, folder):
+    plain = numbered()
+    one = adamw(plain.parameters())
+    plain(torch.ones(2, 4)).backward()
+    one.step()
+    expected = by_name(plain, one)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     ways = {
-        "names": get_state_dict(model, optimizer),
-        "flat": get_state_dict(model, optimizer, options=flat),
-        "numbers": (model.state_dict(), optimizer.state_dict()),
+        "names": get_state_dict(plain, one),
+        "flat": get_state_dict(plain, one, options=flat),
+        "numbers": (plain.state_dict(), one.state_dict()),
     }
     for way, (state, optim) in ways.items():
-        content = {"model": state, "optim": optim}
-        dcp.save(content, checkpoint_id=tmp_path / way, no_dist=True)
-    expected = by_name(model, optimizer)
-    for way, found in run_ranks(read_numbered, 2, str(tmp_path))[0].items():
+        path = f"{folder}/{way}"
+        if rank == 0:
+            dcp.save({"model": state, "optim": optim}, checkpoint_id=path, no_dist=True)
+        xm.rendezvous(way)
+        model = FSDP(numbered())
+        optimizer = adamw(model.parameters())
+        from_dcp(path, model, optimizer, allow_pickle=True)
+        found = full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
         assert found.keys() == expected.keys(), way
         for name, values in expected.items():
             assert_equal({key: found[name][key] for key in values}, values)
@@ -277,6 +274,7 @@ def test_to_and_from_torch(run_ranks, tmp_path, kinds):
         return write_here(rank, str(tmp_path / "ours"), kinds)
 
     expected = run_ranks(run, RANKS)[0]
+    assert not (tmp_path / "executed").exists()
     for kind, values in expected.items():
         plain = stacked("plain", 7) if kind == "scan" else plain_zoo(7)
         read_by_torch(tmp_path / "ours" / kind, copy.deepcopy(plain), values)
@@ -288,30 +286,8 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(13, 31), nn.GELU(), nn.Linear(31, 7), nn.LayerNorm(7))
 
 
-def train(model, optimizer, seed, device="cpu"):
-    x = torch.randn(4, 13, generator=torch.Generator().manual_seed(seed)).to(device)
-    model(x).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def ours(rank, folder, writes):
-    if writes:
-        model = FSDP(nn.Sequential(*map(FSDP, layers())))
-    else:
-        model = FSDP(layers(), flatten_parameters=True)
-    optimizer = adamw(model.parameters())
-    if writes:
-        train(model, optimizer, 1, "xla")
-        to_dcp(folder, model, optimizer)
-    else:
-        from_dcp(folder, model, optimizer, allow_pickle=True)
-    state = full_state_dict(model, rank0_only=False)
-    return state, full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
-
-
 def fsdp_of_torch(rank, folder):
-    """Loads, says what it has loaded, trains, saves, says what it has saved."""
+    """Trains and saves; rank 0 saves the full state, too."""
     import torch.distributed as dist
     from torch.distributed.checkpoint import state_dict as states
     from torch.distributed.device_mesh import init_device_mesh
@@ -325,32 +301,32 @@ def fsdp_of_torch(rank, folder):
         fully_shard(layer, mesh=mesh)
     optimizer = adamw(model.parameters())
 
-    def tell(name):
-        options = states.StateDictOptions(full_state_dict=True)
-        state, optim = states.get_state_dict(model, optimizer, options=options)
-        if rank == 0:
-            torch.save((state, optim["state"]), f"{folder}/{name}")
-
-    state, optim = states.get_state_dict(model, optimizer)
-    dcp.load({"model": state, "optim": optim}, checkpoint_id=f"{folder}/ours")
-    states.set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optim)
-    tell("loaded")
-    train(model, optimizer, 2)
+    x = torch.randn(4, 13, generator=torch.Generator().manual_seed(2))
+    model(x).square().mean().backward()
+    optimizer.step()
     state, optim = states.get_state_dict(model, optimizer)
     dcp.save({"model": state, "optim": optim}, checkpoint_id=f"{folder}/theirs")
-    tell("saved")
+    options = states.StateDictOptions(full_state_dict=True)
+    state, optim = states.get_state_dict(model, optimizer, options=options)
+    if rank == 0:
+        torch.save((state, optim["state"]), f"{folder}/full")
     dist.destroy_process_group()
 
 
+def read_theirs(rank, folder):
+    model = FSDP(layers(), flatten_parameters=True)
+    optimizer = adamw(model.parameters())
+    from_dcp(folder, model, optimizer, allow_pickle=True)
+    state = full_state_dict(model, rank0_only=False)
+    return state, full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+
+
 @pytest.mark.slow
-def test_torch_goes_on_where_we_were_and_we_where_it_was(run_ranks, tmp_path):
-    written = run_ranks(ours, 3, str(tmp_path / "ours"), True)[0]
+def test_what_torchs_fsdp_wrote_is_read_by_another_number_of_ranks(run_ranks, tmp_path):
     torch.multiprocessing.spawn(fsdp_of_torch, (str(tmp_path),), nprocs=2)
-    for found, expected in (
-        (torch.load(tmp_path / "loaded"), written),
-        (run_ranks(ours, 3, str(tmp_path / "theirs"), False)[0], torch.load(tmp_path / "saved")),
-    ):
-        assert_equal(found[0], dict(expected[0]))
-        assert found[1].keys() == expected[1].keys()
-        for name, values in expected[1].items():
-            assert_equal({key: found[1][name][key] for key in values}, values)
+    found, of_optimizer = run_ranks(read_theirs, 3, str(tmp_path / "theirs"))[0]
+    state, optim = torch.load(tmp_path / "full")
+    assert_equal(found, dict(state))
+    assert of_optimizer.keys() == optim.keys()
+    for name, values in optim.items():
+        assert_equal({key: of_optimizer[name][key] for key in values}, values)

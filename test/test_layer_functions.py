@@ -101,6 +101,9 @@ def test_labels_beyond_the_vocabulary_are_no_number(rank):
 def test_refusals_and_other_devices():
     hidden, weight, labels = inputs()
     assert torch.equal(linear_cross_entropy(*inputs()), whole(hidden, weight, labels))
+    assert torch.equal(softmax(weight, 0), torch.softmax(weight, 0))
+    product = einsum("ab,cb->ac", weight, weight)
+    assert torch.equal(product, torch.einsum("ab,cb->ac", weight, weight))
     given = {"hidden": hidden, "weight": weight, "labels": labels}
     for text, wrong in (
         ("full only in its wrapper's forward", {"weight": weight.flatten()}),
@@ -232,9 +235,3 @@ def test_one_number_a_row_is_computed_once(rank):
     barriers = [re.findall(r"\S+ opt-barrier\(", text) for text in texts]
     assert [len(some) for some in barriers] == [0, 1, 1]
     assert all("f32[2,3,1]" in some[0] for some in barriers[1:])
-
-
-def test_other_devices_compute_as_torch():
-    x, y = torch.randn(3, 4), torch.randn(4, 5)
-    assert torch.equal(einsum("ab,bc->ac", x, y), torch.einsum("ab,bc->ac", x, y))
-    assert torch.equal(softmax(x, 0), torch.softmax(x, 0))

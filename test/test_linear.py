@@ -104,18 +104,6 @@ def test_a_recomputed_block_uses_what_a_layer_narrows_first(rank, inner, outer, 
     assert large == small + more
 
 
-@on_each_rank(1)
-def test_nothing_is_flattened(rank):
-    model = fsdp(nn.Linear(128, 256))
-    x = torch.randn(4, 8, 128).to("xla").requires_grad_()
-    torch_xla.sync()
-    model(x).square().sum().backward()
-    weight = dict(model.named_parameters())["weight"]
-    hlo = torch_xla._XLAC._get_xla_tensors_hlo([weight.grad, x.grad])
-    torch_xla.sync()
-    assert "[32,128]" not in hlo and "[32,256]" not in hlo
-
-
 def queries():
     return Computes(
         lambda self, x: self.narrow(self.queries).sum() + x.sum(),

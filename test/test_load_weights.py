@@ -122,55 +122,43 @@ def spoilt(tmp_path):
     good = (tmp_path / "model.safetensors").read_bytes()
     cases = []
 
-    def case(kind, text, name, write):
-        write(tmp_path / name)
-        cases.append((str(tmp_path / name), kind, text))
-
-    def tensors(**changes):
-        return {n: v for n, v in {**state, **changes}.items() if v is not None}
-
-    def saver(**changes):
-        return lambda path: save_file(tensors(**changes), path)
-
-    def index(weight_map):
-        def write(path):
-            path.mkdir()
-            (path / "a.safetensors").write_bytes(good)
-            (path / "model.safetensors.index.json").write_text(json.dumps(weight_map))
-
-        return write
-
-    def torch_file(value):
-        return lambda path: torch.save(value, path)
-
-    def content(data):
-        return lambda path: path.write_bytes(data)
+    def case(kind, text, name, value=None):
+        """Writes ``value`` as the name says, tensors beside those of the model, bytes as they are;
+        None: what is there."""
+        path = tmp_path / name
+        if isinstance(value, bytes):
+            path.write_bytes(value)
+        elif path.suffix == ".safetensors" and value is not None:
+            save_file({n: v for n, v in {**state, **value}.items() if v is not None}, path)
+        elif value is not None:
+            torch.save(value, path)
+        cases.append((str(path), kind, text))
 
     mismatch, foreign, unsafe = "ModelMismatchError", "ForeignFileError", "UnsafeFileError"
     unreadable, not_found = "UnreadableFileError", "CheckpointNotFoundError"
-    case(mismatch, "lacks 'position'", "missing.safetensors", saver(position=None))
-    case(mismatch, "has 'more', unknown", "more.safetensors", saver(more=torch.ones(1)))
-    case(mismatch, "size mismatch for position", "shape.safetensors", saver(position=torch.ones(5)))
+    case(mismatch, "lacks 'position'", "missing.safetensors", {"position": None})
+    case(mismatch, "has 'more', unknown", "more.safetensors", {"more": torch.ones(1)})
+    shape = {"position": torch.ones(5)}
+    case(mismatch, "size mismatch for position", "shape.safetensors", shape)
     whole = {"position": torch.ones(5, 12, dtype=torch.int64)}
-    case(mismatch, "'position' is torch.int64", "whole.safetensors", saver(**whole))
+    case(mismatch, "'position' is torch.int64", "whole.safetensors", whole)
     twice = {AGAIN: state["blocks.0.up.weight"] + 1}
-    case(f"{mismatch}|OtherRankError", "different values", "tied.safetensors", saver(**twice))
-    case(unreadable, "truncated", "short.safetensors", content(good[:-1]))
-    case(unreadable, "cannot be read|truncated", "junk.pth", content(b"x" * 99))
-    case(foreign, "expected a state dict", "list.pth", torch_file([1]))
-    case(foreign, "not the name of a dense tensor", "epoch.pth", torch_file({"epoch": 1}))
-    rank_file = {"model": state, "shard_metadata": {}}
-    case(foreign, "one rank", "rank.pth", torch_file(rank_file))
-    canary = {"a": Harmful(tmp_path / "executed")}
-    case(unsafe, "nothing was executed", "canary.pth", torch_file(canary))
-    case(foreign, "Load it with load_checkpoint", "saves/step-00000007", small_checkpoint)
-    one = tmp_path / "saves" / "step-00000007" / "rank-00000-of-00003.safetensors"
-    case(foreign, "Load it with load_checkpoint", "saves", lambda path: None)
-    case(foreign, "Load it with load_checkpoint", one.relative_to(tmp_path), lambda path: None)
+    case(f"{mismatch}|OtherRankError", "different values", "tied.safetensors", twice)
+    case(unreadable, "truncated", "short.safetensors", good[:-1])
+    case(unreadable, "cannot be read|truncated", "junk.pth", b"x" * 99)
+    case(foreign, "expected a state dict", "list.pth", [1])
+    case(foreign, "not the name of a dense tensor", "epoch.pth", {"epoch": 1})
+    case(foreign, "one rank", "rank.pth", {"model": state, "shard_metadata": {}})
+    case(unsafe, "nothing was executed", "canary.pth", {"a": Harmful(tmp_path / "executed")})
+    small_checkpoint(tmp_path / "saves" / "step-00000007")
+    one = "saves/step-00000007/rank-00000-of-00003.safetensors"
+    for name in ("saves", "saves/step-00000007", one):
+        case(foreign, "Load it with load_checkpoint", name)
     cases.append(("memory://weights/no", not_found, "memory://weights/no: does not exist"))
-    case(not_found, "has none of", "empty", lambda path: path.mkdir())
-    case(f"{unreadable}|{not_found}", "exist|No such", "no.safetensors", str)
-    case(not_found, "does not exist", "no.pth", str)
+    case(not_found, "has none of", "empty")
+    (tmp_path / "empty").mkdir()
+    case(f"{unreadable}|{not_found}", "exist|No such", "no.safetensors")
+    case(not_found, "does not exist", "no.pth")
     for kind, text, name, weight_map in (
         ("InvalidMetadataError", "weight_map", "noindex", [1]),
         (unsafe, "only plain names", "outside", {"position": "../model.safetensors"}),
@@ -178,7 +166,12 @@ def spoilt(tmp_path):
         (foreign, "does not list", "partial", {"position": "a.safetensors"}),
         (f"{unreadable}|{not_found}", "b.safetensors", "absent", {"position": "b.safetensors"}),
     ):
-        case(kind, text, name, index({"weight_map": weight_map}))
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "a.safetensors").write_bytes(good)
+        index = json.dumps({"weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(index)
+        case(kind, text, name)
     return cases
 
 
@@ -220,3 +213,4 @@ def test_every_kind_of_file_loads_and_what_is_wrong_is_refused(run_ranks, tmp_pa
         refuse_all(rank, tmp_path, cases)
 
     run_ranks(run, RANKS)
+    assert not (tmp_path / "executed").exists()

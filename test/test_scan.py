@@ -13,7 +13,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from on_ranks import on_each_rank, raises, slow, without_ranks
 from planned import training_step
-from small_models import Computes, hybrid, trace_as_on_tpu
+from small_models import Computes, trace_as_on_tpu
 from torch import nn
 from zoo import Attention
 
@@ -122,15 +122,6 @@ def assert_same(one, other, rtol, atol):
     assert metadata == described
 
 
-HYBRID = {"hybrid": True}
-
-
-def of_rank(rank, options):
-    """``options`` with those of :func:`hybrid` in place of ``HYBRID``."""
-    rest = {name: value for name, value in options.items() if name not in HYBRID}
-    return options if rest == options else hybrid(rank) | rest
-
-
 BFLOAT16, ROWS = {"compute_dtype": torch.bfloat16}, {"shard_param_on_dim_0": True}
 
 
@@ -151,7 +142,6 @@ def test_equals_blocks_wrapped_singly(rank):
 )
 @on_each_rank()
 def test_prefetch_equals_the_loop_without(rank, options, on_tpu, rtol):
-    options = of_rank(rank, options)
     trace_as_on_tpu(on_tpu)
     assert_same(*(trained(rank, True, options, prefetch=how) for how in (True, False)), rtol, rtol)
 
@@ -275,8 +265,7 @@ def test_says_what_is_wrong(rank):
     assert len(differing) == 2
     x = torch.ones(2, 4, device="xla")
     text = re.escape("returned (4, 4), torch.float32 for an input of (2, 4)")
-    with pytest.raises(ValueError, match=text):
-        scan_blocks([Small(double=True)])(x)
+    raises(ValueError, text, scan_blocks([Small(double=True)]), x)
     raises(TypeError, "floating-point tensor as first argument, got torch", differing, x.long())
 
 

@@ -35,10 +35,6 @@ class Double(nn.Module):
         return 2 * x
 
 
-def scaled(x, scale=1.0):
-    return scale * x
-
-
 def having(one, **attributes):
     for name, value in attributes.items():
         setattr(one, name, value)

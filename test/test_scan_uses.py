@@ -202,8 +202,7 @@ def second_derivatives(rank):
     text = "of the scanned blocks 'blocks', .* no second derivative"
     for asked in (list(model.blocks.parameters()), [x]):
         grads = torch.autograd.grad(model(x), asked, create_graph=True)
-        with pytest.raises(RuntimeError, match=text):
-            sum(grad.square().sum() for grad in grads).backward()
+        raises(RuntimeError, text, sum(grad.square().sum() for grad in grads).backward)
     model.zero_grad()
 
 
@@ -310,10 +309,6 @@ def test_values_of_the_forward_are_taken(rank):
 
 @on_each_rank(1)
 def test_wrong_names_are_refused(rank):
-    class Pair(nn.Module):
-        def forward(self, x):
-            return x, x
-
     def takes(self, x):
         return self.pair(x)[0] + self.idle.weight.sum()
 
@@ -323,7 +318,8 @@ def test_wrong_names_are_refused(rank):
         (["iddle"], "keep='iddle' is not a submodule of the blocks.*attention, idle"),
         (["idle"], "keep='idle', but the forward of a block does not call"),
         (["attention"], "does not call scaled_dot_product_attention of xla_fsdp"),
-        (["pair"], "keep='pair', but Pair returns tuple instead of a"),
+        (["pair"], "keep='pair', but Computes returns tuple instead of a"),
     ):
         with pytest.raises((TypeError, ValueError), match=match):
-            scan_blocks([Computes(takes, pair=Pair(), idle=nn.Linear(4, 4))], keep=keep)(x)
+            pair = Computes(lambda self, x: (x, x))
+            scan_blocks([Computes(takes, pair=pair, idle=nn.Linear(4, 4))], keep=keep)(x)
