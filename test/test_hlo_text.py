@@ -4,7 +4,7 @@ import pytest
 from planned import EMPTY, hlo
 
 from xla_fsdp.planning.program.assignment import read_assignment
-from xla_fsdp.planning.program.hlo import Instruction, Tuple, leaves, messages, parse_module
+from xla_fsdp.planning.program.hlo import Instruction, TupleShape, leaves, messages, parse_module
 from xla_fsdp.planning.program.schedule import read_schedule
 from xla_fsdp.planning.program.scopes import asked, parse_scope
 
@@ -65,7 +65,7 @@ def devices(**fields):
 )  # fmt: skip
 def test_groups(fields, groups):
     message = messages()["Instruction"](**fields)
-    assert Instruction("a", "all-gather", Tuple(()), (), (), message).groups == groups
+    assert Instruction("a", "all-gather", TupleShape(()), (), (), message).groups == groups
 
 
 @pytest.mark.parametrize("fields", [{}, mesh([2, 3], [0])], ids=["none", "mesh"])
@@ -73,7 +73,7 @@ def test_groups_that_a_later_compiler_writes_elsewhere(fields):
     later = messages()["Instruction"].FromString(b"\xf2\x05\x00")  # field 94, no bytes
     later.MergeFrom(messages()["Instruction"](**fields))
     with pytest.raises(ValueError, match=r"all-gather a .* \(\[94\]\).* tested compiler"):
-        _ = Instruction("a", "all-gather", Tuple(()), (), (), later).groups
+        _ = Instruction("a", "all-gather", TupleShape(()), (), (), later).groups
 
 
 @pytest.mark.parametrize(

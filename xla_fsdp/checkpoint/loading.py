@@ -94,7 +94,7 @@ class Reader:
 
 
 @dataclass
-class Prepared:
+class PreparedLoad:
     result: LoadedCheckpoint
     tensors: list[tuple[torch.Tensor, torch.Tensor]]
     extra_state: dict[nn.Module, Any]
@@ -134,7 +134,7 @@ def prepare_load(
     strict: bool,
     restore_rng: bool,
     weights: bool = True,
-) -> Prepared:
+) -> PreparedLoad:
     """Matches and reads everything for ``load_checkpoint``, and changes nothing."""
     require_scheduler(scheduler, "state_dict", "load_state_dict")
     manifest, label, source = reader.checkpoint.manifest, reader.checkpoint.folder, reader.source
@@ -172,7 +172,7 @@ def prepare_load(
     if scheduler is not None and strict:
         _require_alike(scheduler, scheduler_state, source)
     extra = values.decode(manifest.extra, source)
-    return Prepared(
+    return PreparedLoad(
         result=LoadedCheckpoint(reader.path, manifest.step, extra, manifest.world_size),
         tensors=list(iterate_new_values(inventory, match)) if weights else [],
         extra_state=match.extra_state if weights else {},
@@ -291,7 +291,7 @@ def load_checkpoint(
         if found is None:
             return None
 
-        def read() -> Prepared:
+        def read() -> PreparedLoad:
             reader = Reader(open_checkpoint(found), exchange, path=found[0])
             return prepare_load(reader, model, optimizer, scheduler, strict, restore_rng, weights)
 

@@ -119,7 +119,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     return folder
 
 
-def require_folder_is_chosen() -> None:
+def refuse_removed_cache_variable() -> None:
     """Raises ValueError if the environment names a folder, an option that was removed."""
     folder = os.environ.get(_REMOVED, "").strip()
     if folder not in ("", "none") and _folder_in_use() is None:

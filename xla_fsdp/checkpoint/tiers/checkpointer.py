@@ -25,7 +25,7 @@ from ...consolidate.format.store import open_store
 from ..contents import Contents
 from ..loading import (
     LoadedCheckpoint,
-    Prepared,
+    PreparedLoad,
     Reader,
     find_checkpoint,
     open_checkpoint,
@@ -171,7 +171,7 @@ class TieredCheckpointer:
         """
         exchange = self._exchange
 
-        def read(checkpoint: ShardedCheckpoint, path: str) -> Prepared:
+        def read(checkpoint: ShardedCheckpoint, path: str) -> PreparedLoad:
             reader = Reader(checkpoint, exchange, path)
             return prepare_load(reader, model, optimizer, scheduler, strict, restore_rng)
 
@@ -253,8 +253,8 @@ class TieredCheckpointer:
         self,
         step: int | None,
         missing_ok: bool,
-        read: Callable[[ShardedCheckpoint, str], Prepared],
-    ) -> Prepared | None:
+        read: Callable[[ShardedCheckpoint, str], PreparedLoad],
+    ) -> PreparedLoad | None:
         """Returns the result of ``read`` for the newest save that all ranks can read, or ``None``.
 
         ``read`` must not change anything: after damage, it is called again for an older save.
@@ -267,7 +267,7 @@ class TieredCheckpointer:
         kept = durable[2] if durable else -1
         damaged: dict[Save, str] = {}
 
-        def try_to_read(store: MultiHostStore) -> tuple[Prepared | None, str | None]:
+        def try_to_read(store: MultiHostStore) -> tuple[PreparedLoad | None, str | None]:
             try:
                 checkpoint = ShardedCheckpoint(store.folder, store, store.manifest())
                 return read(checkpoint, store.folder), None

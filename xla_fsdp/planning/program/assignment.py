@@ -29,11 +29,11 @@ class Allocation:
     bytes: int
     category: str
     parameter: int | None
-    values: Sequence[Value]
+    values: Sequence[AllocatedValue]
 
 
 @dataclass(frozen=True)
-class Value:
+class AllocatedValue:
     """The result of one instruction, live from ``born`` to ``dies`` inclusive."""
 
     name: str
@@ -76,7 +76,7 @@ def read_assignment(text: str) -> Assignment:
     last = len(sequence) - 1
     allocations: list[Allocation] = []
     on_host = 0
-    values: list[Value] | None = None
+    values: list[AllocatedValue] | None = None
     for line in head.splitlines():
         if begin := _ALLOCATION.match(line):
             size, said, values = int(begin[2]), begin[3], None
@@ -89,7 +89,7 @@ def read_assignment(text: str) -> Assignment:
         elif values is not None and (value := _VALUE.match(line)):
             name, index, length, offset, shape = value.groups()
             born, dies = ranges.get((name, index or "{}"), (0, last))
-            values.append(Value(name, int(length), int(offset), shape, born, dies))
+            values.append(AllocatedValue(name, int(length), int(offset), shape, born, dies))
     return Assignment(tuple(allocations), tuple(sequence), on_host)
 
 
@@ -104,9 +104,9 @@ def _category(said: str) -> tuple[str, int | None]:
     return "output" if is_output else "temporary", None
 
 
-def without_overlap(values: Sequence[Value]) -> list[Value]:
+def without_overlap(values: Sequence[AllocatedValue]) -> list[AllocatedValue]:
     """Values cut so that no byte counts twice: XLA's ranges of in-place updates overlap."""
-    by_bytes: dict[tuple[int, int], list[Value]] = defaultdict(list)
+    by_bytes: dict[tuple[int, int], list[AllocatedValue]] = defaultdict(list)
     for value in values:
         by_bytes[value.offset, value.bytes].append(value)
     result = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ...tpu.links import wire_bytes
 from ...tpu.slices import Groups
 from ..records import KINDS, CompiledCollective
-from .hlo import HloModule, Instruction, Shape, Tuple, leaves
+from .hlo import HloModule, Instruction, Shape, TupleShape, leaves
 from .places import InlinedSchedule, Place
 from .scopes import asked, parse_scope
 
@@ -180,7 +180,11 @@ def _record(module: HloModule, one: _Open, last: int) -> CompiledCollective:
     else:
         size = max((len(g) for g in groups), default=module.devices)
     results = one.results
-    if not results and isinstance(instruction.shape, Tuple) and len(instruction.shape.parts) > 1:
+    if (
+        not results
+        and isinstance(instruction.shape, TupleShape)
+        and len(instruction.shape.parts) > 1
+    ):
         results = leaves(instruction.shape.parts[1])
     number_of_bytes = max(sum(s.bytes for s in shapes) for shapes in (one.operands, results))
     largest = max((*one.operands, *results), key=lambda s: s.bytes, default=None)

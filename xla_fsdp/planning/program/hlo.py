@@ -98,23 +98,23 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Tuple:
-    parts: tuple[Shape | Tuple, ...]
+class TupleShape:
+    parts: tuple[Shape | TupleShape, ...]
 
     @cached_property
     def leaves(self) -> tuple[Shape, ...]:
         return tuple(leaf for part in self.parts for leaf in leaves(part))
 
 
-def leaves(shape: Shape | Tuple) -> tuple[Shape, ...]:
-    return shape.leaves if isinstance(shape, Tuple) else (shape,)
+def leaves(shape: Shape | TupleShape) -> tuple[Shape, ...]:
+    return shape.leaves if isinstance(shape, TupleShape) else (shape,)
 
 
 @lru_cache(maxsize=1 << 14)
-def _shape(data: bytes) -> Shape | Tuple:
+def _shape(data: bytes) -> Shape | TupleShape:
     message = messages()["Shape"].FromString(data)
     if message.element_type == _TUPLE:
-        return Tuple(tuple(map(_shape, message.tuple_shapes)))
+        return TupleShape(tuple(map(_shape, message.tuple_shapes)))
     dtype, layout = _DTYPES[message.element_type], message.layout
     in_name = re.search(r"\d+", dtype)  # f32, bf16, s4, f8e4m3fn, c64
     usual = 8 if dtype == "pred" else int(in_name[0]) if in_name else 0
@@ -130,7 +130,7 @@ class Instruction:
 
     name: str
     opcode: str
-    shape: Shape | Tuple
+    shape: Shape | TupleShape
     operands: tuple[Instruction, ...]
     called: tuple[HloComputation, ...]
     message: Any

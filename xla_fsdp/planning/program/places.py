@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .hlo import HloComputation, HloModule, Instruction, Shape, Tuple, leaves
+from .hlo import HloComputation, HloModule, Instruction, Shape, TupleShape, leaves
 
 
 @dataclass(eq=False)
@@ -175,7 +175,7 @@ class _Integers:
         return None if found is None else found.astype(dtype)
 
 
-def _dtype(shape: Shape | Tuple) -> np.dtype | None:
+def _dtype(shape: Shape | TupleShape) -> np.dtype | None:
     """The numpy type of one integer or truth value; None for other shapes."""
     if not isinstance(shape, Shape) or any(d != 1 for d in shape.dims):
         return None

@@ -11,7 +11,7 @@ from math import prod
 
 from ...tpu.chips import LANES, SUBLANES, Chip
 from ..records import Buffer, CompiledCollective, HostCopy, Op, Schedule
-from .assignment import Assignment, Value, without_overlap
+from .assignment import AllocatedValue, Assignment, without_overlap
 from .compiled_collectives import Found, find_collectives
 from .flops import is_kernel, kernel_cycles
 from .hlo import HOST, HloModule, Instruction, leaves, parse_module
@@ -262,7 +262,7 @@ def _hbm_buffers(
     in_line = (places[name].index if name in places else 0 for name in assignment.sequence)
     place_of = list(accumulate(in_line, max, initial=0))[1:]
 
-    def buffer(name: str, size: int, value: Value, category: str) -> Buffer:
+    def buffer(name: str, size: int, value: AllocatedValue, category: str) -> Buffer:
         place = places.get(value.name)
         phase, module = labels.of(place.instruction) if place else ("", "")
         if category == "argument":

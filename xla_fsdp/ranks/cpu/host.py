@@ -21,7 +21,7 @@ from ..autograd_thread import run_there
 from ..errors import Preempted, RankError, RankStopped, described
 from ..rank import RankContext, _set_current_rank, current_rank
 from .cpu_collectives import Collectives
-from .mode import FreshState, RankMode
+from .mode import RankMode, StateAsDeviceData
 from .patches import Patches
 from .rng import GeneratorOfThisRank
 from .runtime import CpuRuntime
@@ -46,7 +46,7 @@ def run_ranks(
     caller_device = xlac.default_device()
     caller_seed = xm.get_rng_state(caller_device)
     patches = Patches()
-    fresh_state = FreshState(session)
+    state_as_data = StateAsDeviceData(session)
     ended = threading.Semaphore(0)
     threads = [
         _RankThread(session, context, partial(fn, context.rank, *args), ended.release)
@@ -62,7 +62,7 @@ def run_ranks(
         session.barrier.stop(error)
         _join_threads(session, threads, ended)
     finally:
-        fresh_state.remove()
+        state_as_data.remove()
         _clean_up(runtime, session, patches, threads)
         xm.set_rng_state(caller_seed, caller_device)
     failure = session.barrier.failure or session.preempted

@@ -140,7 +140,7 @@ def _plain_backward(
     torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-class FreshState:
+class StateAsDeviceData:
     """Makes new optimizer state device data, so that all steps run the same program.
 
     Initial zeros would be constants in the first step's program, and input data in the next.

@@ -11,7 +11,7 @@ import torch_xla.core.xla_env_vars as xenv
 import torch_xla.runtime as xr
 
 from ... import xlac
-from ...compiled.cache import require_folder_is_chosen
+from ...compiled.cache import refuse_removed_cache_variable
 from ..autograd_thread import run_there
 from ..rank import RankContext
 from .operators import look_up_operators
@@ -78,7 +78,7 @@ class CpuRuntime:
             look_up_operators()
         settings = _cpu_environment(size)
         if not xlac.runtime_has_started():
-            require_folder_is_chosen()
+            refuse_removed_cache_variable()
             os.environ.update(settings)
             self._started_here = True
         found = xr.addressable_device_count()
