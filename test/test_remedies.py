@@ -357,7 +357,7 @@ def optimizer_before_wrapping(wrong):
     optimizer.step()  # it has what to train
 
 
-@case("Adam the state of the full parameter '0.weight'.*load_full_optim_state_dict")
+@case("Adam has state of the shape of the full parameter '0.weight'.*load_full_optim_state_dict")
 def full_optimizer_state(wrong):
     plain = linears()
     theirs = torch.optim.Adam(plain.parameters())
