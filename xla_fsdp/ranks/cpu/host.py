@@ -310,12 +310,13 @@ def _stop_ranks(session: Session, context: RankContext, error: BaseException) ->
     error.__traceback__ = users or error.__traceback__
     others = session.barrier.places().splitlines()
     del others[context.rank]
-    failure = RankError("", context.rank)
+    message = f"rank {context.rank} of {context.size} raised "
+    failure = RankError(message + type(error).__name__, context.rank)
     failure.__cause__ = error
     session.barrier.stop(failure)
     # A message may read a tensor: if the collectives of its value are pending, that raises now.
     with RankMode(session, context):
-        message = f"rank {context.rank} of {context.size} raised {described(error)}"
+        message += described(error)
         failure.traceback = "".join(traceback.format_exception(error))
     if others:
         message += "\n\nThe other ranks were stopped:\n" + "\n".join(others)
