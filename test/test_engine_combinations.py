@@ -33,8 +33,12 @@ USES = ("hybrid", "no_sync", "offload", "bf16", "frozen", "shared")
 
 Cell = tuple[str, ...]
 
-# Two settings that are not possible together: see test_what_contradicts_itself_raises.
-NOT_TOGETHER = {("fully_shard", "flat"), ("scanned", "zero2"), ("scanned", "flat")}
+# Two settings that are not possible together, and what the message has.
+NOT_TOGETHER = {
+    ("fully_shard", "flat"): "=True is not supported by fully_shard. Leave it out",
+    ("scanned", "zero2"): "or pass a number of ranks >= 2, which stores a part of them",
+    ("scanned", "flat"): "flatten_parameters=True is not supported in scan_blocks",
+}
 
 PRODUCT: list[Cell] = [
     (form, freeing, cut, *uses)
@@ -48,7 +52,7 @@ def shown_by(cell: Cell) -> set[Cell]:
     return {pair for pair in pairs_of(cell) if "bf16" in pair or "bf16" not in cell}
 
 
-LEGAL = [cell for cell in PRODUCT if not pairs_of(cell) & NOT_TOGETHER]
+LEGAL = [cell for cell in PRODUCT if not pairs_of(cell) & NOT_TOGETHER.keys()]
 # Every one of these with every use, with and without replicas.
 FULL = [cell for cell in LEGAL if len(cell) == 4 or "hybrid" in cell]
 
@@ -236,6 +240,15 @@ def test_the_full_product_trains_like_plain_torch(run_ranks, form, freeing, cut)
 
 
 @on_each_rank(4)
+def test_what_is_not_possible_together_raises(rank: int):
+    for cell in PRODUCT:
+        if refused := pairs_of(cell) & NOT_TOGETHER.keys():
+            with pytest.raises(ValueError) as caught:
+                sharded(cell)
+            assert any(NOT_TOGETHER[pair] in str(caught.value) for pair in refused), cell
+
+
+@on_each_rank(4)
 def test_what_contradicts_itself_raises(rank: int):
     def scan(change=lambda one, other: None, **options):
         pair = [Block(), Block()]
@@ -286,12 +299,6 @@ def test_what_contradicts_itself_raises(rank: int):
          "reshard_after_forward=2 keeps parameters there"),
         ([wrapper], {**stream, "sharding_strategy": S.SHARD_GRAD_OP}, "as SHARD_GRAD_OP"),
         ([scanned], stream, "CPUOffload(stream=True) is not supported in scan_blocks"),
-        ([scanned], {"flatten_parameters": True},
-         "flatten_parameters=True is not supported in scan_blocks"),
-        ([in_place], {"flatten_parameters": True},
-         "=True is not supported by fully_shard. Leave it out"),
-        ([scanned], {"reshard_after_forward": False},
-         "or pass a number of ranks >= 2, which stores a part of them"),
         ([scanned], {"reshard_after_forward": 1}, no_zero2),
         ([scanned], {"sharding_strategy": S.SHARD_GRAD_OP}, no_zero2),
         ([scanned], {**mesh, "sharding_strategy": S._HYBRID_SHARD_ZERO2}, no_zero2),

@@ -246,14 +246,24 @@ def test_others_are_named_by_the_users_lines(fails):
         assert any(place in line for place in places), line
 
 
-def test_stuck_in_c_is_left_behind(run_ranks):
+class Slow(Exception):
+    def __str__(self):
+        time.sleep(2 * FOR_EVER)
+        return "after all"
+
+
+@pytest.mark.parametrize("error, waits", [(ValueError("stop"), True), (Slow(), False)])
+def test_stuck_in_c_is_left_behind(run_ranks, error, waits):
+    """In a function, and in the message of the exception."""
+
     def step(rank):
         if rank == 0:
-            raise ValueError("stop")
-        time.sleep(2 * FOR_EVER)
+            raise error
+        if waits:
+            time.sleep(2 * FOR_EVER)
 
     before = run_ranks(ready, 2)
-    with pytest.raises(RankError, match="stop") as info:
+    with pytest.raises(RankError, match=rf"rank 0 of 2 raised {type(error).__name__}") as info:
         run_ranks(step, 2, timeout=FOR_EVER)
     assert type(info.value) is RankError, "it was waited for"
     assert run_ranks(ready, 2) != before, "a new process: the old one has a rank left in it"

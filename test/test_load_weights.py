@@ -58,6 +58,7 @@ def makes(tmp_path):
     for folder, name in (("one", "model"), ("odd", "zoo")):
         (tmp_path / folder).mkdir()
         save_file(state, tmp_path / folder / f"{name}.safetensors")
+    small_checkpoint(tmp_path / "odd" / "step-00000007")  # of the same run
     torch.save(plain_zoo(9).state_dict(), tmp_path / "plain.pth")
     torch.save({"model": state, "epoch": 3}, tmp_path / "inside.pth")
     torch.save({"state_dict": state}, tmp_path / "old.bin")

@@ -48,7 +48,11 @@ def test_memory_formats(rank):
         return nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(16, 3))
 
     images = torch.randn(4, 2, 4, 4, generator=torch.Generator().manual_seed(0))
-    for wrap in (FSDP, functools.partial(FSDP, cpu_offload=xla_fsdp.CPUOffload())):
+    for wrap in (
+        FSDP,
+        functools.partial(FSDP, cpu_offload=xla_fsdp.CPUOffload()),
+        functools.partial(xla_fsdp.fully_shard, offload_policy=xla_fsdp.CPUOffloadPolicy()),
+    ):
         plain, ours = model(), wrap(model()).to(memory_format=torch.channels_last)
         ours(images.chunk(2)[rank].to("xla")).square().mean().backward()
         plain(images).square().mean().backward()

@@ -159,10 +159,10 @@ def _open_weights(path: Any) -> dict[str, ReadableTensor]:
         names = store.list(place)
         found = next((name for name in _IN_FOLDER if name in names), None)
         if found is None:
-            if NAME in names or list_folders(store, place):
-                raise ForeignFileError(_OF_SAVE.format(store.url(place)))
             several = [name for name in names if name.endswith(_SAFETENSORS)]
             if len(several) != 1:
+                if NAME in names or list_folders(store, place):
+                    raise ForeignFileError(_OF_SAVE.format(store.url(place)))
                 raise CheckpointNotFoundError(
                     f"{store.url(place)}: has none of {', '.join(_IN_FOLDER)}"
                     + (f", but {len(several)} files *{_SAFETENSORS}" if several else "")

@@ -310,14 +310,14 @@ def _stop_ranks(session: Session, context: RankContext, error: BaseException) ->
     error.__traceback__ = users or error.__traceback__
     others = session.barrier.places().splitlines()
     del others[context.rank]
-    message = f"rank {context.rank} of {context.size} raised "
-    failure = RankError(message + type(error).__name__, context.rank)
+    stopped = "\n\nThe other ranks were stopped:\n" + "\n".join(others) if others else ""
+    raised = f"rank {context.rank} of {context.size} raised "
+    # The launcher may leave before a slow message is complete.
+    failure = RankError(f"{raised}{type(error).__name__}{stopped}", context.rank)
     failure.__cause__ = error
     session.barrier.stop(failure)
     # A message may read a tensor: if the collectives of its value are pending, that raises now.
     with RankMode(session, context):
-        message += described(error)
+        message = f"{raised}{described(error)}{stopped}"
         failure.traceback = "".join(traceback.format_exception(error))
-    if others:
-        message += "\n\nThe other ranks were stopped:\n" + "\n".join(others)
     failure.args = (message,)
