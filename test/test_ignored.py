@@ -140,7 +140,10 @@ def states(rank, folder):
     optimizer = trained(model)
     full = full_state_dict(model, rank0_only=False)
     saved = save_checkpoint(f"{folder}/run", model, optimizer, step=1)
+    assert "ignored" not in model.get_shard_metadata()
+    model.second[0].bias.requires_grad_(False)
     assert set(model.get_shard_metadata()["ignored"]) == {*IGNORED, "tied.weight"}
+    model.second[0].bias.requires_grad_(True)
     other = built("flat")
     fresh = trained(other)
     with torch.no_grad():

@@ -42,7 +42,9 @@ def shard_metadata(units: NamedUnits) -> dict[str, Any]:
         for tensor, members in sharded_names(units).items()
         if any(members)  # otherwise the module has been removed since
     }
-    world, ignored = units[0][1].world, _ignored_names(units)
+    # An optimizer of all that are trained may have ignored parameters in place of frozen ones.
+    frozen = any(not tensor.shard.requires_grad for tensor in sharded_names(units))
+    world, ignored = units[0][1].world, _ignored_names(units) if frozen else []
     return {
         "format": FORMAT,
         "version": VERSION,
