@@ -37,13 +37,14 @@ def shard_metadata(units: NamedUnits) -> dict[str, Any]:
             keys.setdefault(tensor, dotted(path, tensor.key))
         for name, dtype in unit.buffer_dtypes.items():
             buffers[dotted(path, name)] = str(dtype).removeprefix("torch.")
+    names = sharded_names(units)
     parameters = {
         keys.get(tensor, members[0][0]): _described(tensor.layout, members)
-        for tensor, members in sharded_names(units).items()
+        for tensor, members in names.items()
         if any(members)  # otherwise the module has been removed since
     }
     # An optimizer of all that are trained may have ignored parameters in place of frozen ones.
-    frozen = any(not tensor.shard.requires_grad for tensor in sharded_names(units))
+    frozen = any(not tensor.shard.requires_grad for tensor in names)
     world, ignored = units[0][1].world, _ignored_names(units) if frozen else []
     return {
         "format": FORMAT,
