@@ -69,6 +69,15 @@ def test_the_newest_are_kept_and_a_step_saved_again_replaces_itself(rank, size, 
     assert _kept(folder) == ["step-00000001", "step-00000002", "step-00000003.2"]
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no message")
+
+
+def raise_unprintable():
+    raise Unprintable
+
+
 @on_each_rank(3)
 def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(rank, size, folder):
     run = Run("nested", rank, size)
@@ -93,6 +102,14 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(rank, size, folder
     ):
         with pytest.raises(TypeError, match=message):
             xla_fsdp.save_checkpoint(folder, run.model, run.optimizer, scheduler, step=1)
+    failed = Unprintable if rank == 0 else errors.OtherRankError
+    with pytest.raises(failed) as caught:
+        scheduler = torch.optim.lr_scheduler.ConstantLR(run.optimizer)
+        if rank == 0:
+            scheduler.state_dict = raise_unprintable
+        xla_fsdp.save_checkpoint(folder, run.model, run.optimizer, scheduler, step=1)
+    if rank != 0:
+        assert "Unprintable (its message raises an exception)" in str(caught.value)
     foreign = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1)
     with pytest.raises(errors.ModelMismatchError, match="Create the optimizer after wrapping"):
         xla_fsdp.save_checkpoint(folder, run.model, foreign, step=1)

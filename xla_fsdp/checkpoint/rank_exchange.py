@@ -12,6 +12,7 @@ import torch_xla.runtime as xr
 
 from ..collectives.random_state import preserve_random_state
 from ..consolidate.errors import MetadataMismatchError, OtherRankError
+from ..ranks.errors import described
 
 T = TypeVar("T")
 
@@ -79,8 +80,9 @@ class RankExchange:
 
 
 def describe_error(error: Exception) -> str:
-    text = " ".join(str(error).splitlines())
-    return f"{type(error).__name__}: {text:.500}" if text else type(error).__name__
+    """The type and the first 500 characters of the message, in one line."""
+    kind, _, text = described(error).partition(": ")
+    return f"{kind}: {' '.join(text.splitlines()):.500}" if text else kind
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
