@@ -23,11 +23,12 @@ _LARGEST = 1 << 20  # of a request, which holds the environment
 # For scripts: what they are to take for their interpreter.
 _EXECUTABLE = "SERVED_SCRIPT_EXECUTABLE"
 
-# Runs scripts, and the one module that examples start, in processes of a server, and all else in a
-# new interpreter: what looks at who its parent is would find the server.
+# Runs what examples start in processes of a server, and all else in a new interpreter: a compiler
+# of a plan ends with its parent, which would be the server.
 _PYTHON = """#!{python} -IS
 import os, pickle, socket, sys
-if sys.argv[1].startswith("-") and sys.argv[1:3] != ["-m", "xla_fsdp.consolidate"]:
+evaluates = os.path.basename(sys.argv[1]) == "evaluate.py"
+if not evaluates and sys.argv[1:3] != ["-m", "xla_fsdp.consolidate"]:
     os.execv("{python}", ["{python}", *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
     server.connect("{address}")
