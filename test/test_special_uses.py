@@ -36,6 +36,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 import xla_fsdp
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.checkpoint.inventory import make_inventory
 from xla_fsdp.layers import all_gather_with_grad
 
 
@@ -741,6 +742,52 @@ def test_hooks_on_what_is_reduced_at_the_end(rank):
             one[1](x).square().mean().backward()
         one[1](x).square().mean().backward(inputs=[one[1][0].weight])
     assert_same_gradients(model, plain)
+
+
+SCALES = {"layers.1.scale", "inner.layer.scale"}
+
+
+@on_each_rank(2)
+def test_a_layer_of_a_unit_that_the_model_also_lists(rank):
+    """As in U-Nets, whose blocks call each other and are in lists too."""
+
+    def build(compute=lambda self, x: self.head(self.inner(self.layers[0](x)))):
+        torch.manual_seed(3)
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        layers[1].register_buffer("scale", torch.ones(1))
+        inner = Computes(lambda self, x: torch.tanh(self.layer(x)) + x, layer=layers[1])
+        return Computes(compute, layers=layers, inner=inner, head=nn.Linear(WIDTH, 3))
+
+    def by_policy(model):
+        def choose(module, recurse, unwrapped_params):
+            return recurse or module is inner
+
+        inner = model.inner
+        return FSDP(model, auto_wrap_policy=choose, buffer_dtype=torch.bfloat16)
+
+    def nested(wrap):
+        return lambda model: wrapped(model, "inner", wrap=wrap)
+
+    def train(model, x):
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        mean_square(model, x).backward()
+        finish_step(optimizer)
+
+    plain, x = build(), here(rank)
+    train(plain, inputs_of_all())
+    flat = functools.partial(FSDP, flatten_parameters=True)
+    for wrap in (by_policy, *map(nested, (FSDP, flat, xla_fsdp.fully_shard))):
+        model = wrap(build())
+        train(model, x)
+        full = xla_fsdp.full_state_dict(model, rank0_only=False)
+        torch.testing.assert_close(full, dict(plain.state_dict()))
+        metadata = model.get_shard_metadata()
+        members = (m for entry in metadata["parameters"].values() for m in entry["members"])
+        assert {name for m in members for name in m["names"]} == {*full} - SCALES
+        assert metadata["buffers"].keys() == (SCALES if wrap is by_policy else set())
+        assert {name for e in make_inventory(model).entries() for name in e.names} == {*full}
+        outside = wrap(build(lambda self, x: self.inner(self.layers[1](x))))
+        raises(RuntimeError, r"'inner\.layer\.0\.weight', which is sharded here", outside, x)
 
 
 @on_each_rank(2)

@@ -165,7 +165,7 @@ def make_inventory(model: nn.Module) -> Inventory:
             "wrapper there are only this rank's shards. Pass the wrapper (model, not model.module)."
         )
     rank, size = xr.global_ordinal(), xr.world_size()
-    sharded = list(_sharded(units, rank, size))
+    sharded = list(_sharded(model, units, rank, size))
     holders = {shard.holder for shard in sharded}
     order = {name: i for i, name in enumerate(dict.fromkeys(_all_names(model)))}
     parameters = []
@@ -194,8 +194,8 @@ def _require_values(what: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _sharded(units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard]:
-    names = sharded_names(units)
+def _sharded(model: nn.Module, units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard]:
+    names = sharded_names(model, units)
     seen = set()
     for _, unit in units:
         for tensor, holder, first in unit.holders():
@@ -265,25 +265,24 @@ def _unsharded_parameters(
 
 
 def _find_buffers(model: nn.Module, units: NamedUnits) -> Iterator[ReplicatedBuffer]:
-    casts = {
-        dotted(path, name): dtype
-        for path, unit in units
-        for name, dtype in unit.buffer_dtypes.items()
-    }
+    casts = {key: dtype for _, unit in units for key, dtype in unit.buffer_dtypes.items()}
     stacks = {}
     for path, unit in units:
         for stack in unit.buffers:
             stacks[id(stack.value)] = path, unit.depth or 1, stack
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    former: dict[int, torch.dtype] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 own = found.setdefault(id(buffer), (buffer, []))[1]
                 own.append(dotted(path, name))
+                if (module, name) in casts:
+                    former[id(buffer)] = casts[module, name]
     for identity, (buffer, own) in found.items():
         if identity not in stacks:
             names = tuple(dict.fromkeys(own))
-            yield ReplicatedBuffer(names, buffer, casts.get(names[0]))
+            yield ReplicatedBuffer(names, buffer, former.get(identity))
             continue
         path, depth, stack = stacks[identity]
         blocks = [
@@ -292,10 +291,10 @@ def _find_buffers(model: nn.Module, units: NamedUnits) -> Iterator[ReplicatedBuf
         ]
         if stack.shared:
             names = tuple(name for each in blocks for name in each)
-            yield ReplicatedBuffer(names, buffer, casts.get(names[0]))
+            yield ReplicatedBuffer(names, buffer, stack.former_dtype)
         else:
             for row, names in enumerate(blocks):
-                yield ReplicatedBuffer(names, buffer, casts.get(names[0]), row)
+                yield ReplicatedBuffer(names, buffer, stack.former_dtype, row)
 
 
 def _with_extra_state(model: nn.Module, units: NamedUnits) -> dict[str, nn.Module]:

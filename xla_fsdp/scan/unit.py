@@ -48,6 +48,7 @@ class Stack:
         uses: modules of the template that use it, and their attribute names.
         layout: how a block's parameter is cut; ``None`` for a buffer.
         shared: whether a buffer is the same tensor in all blocks, and therefore not stacked.
+        former_dtype: of a buffer that was cast.
         pieces: the buffer or shard of each block, until they are stacked.
         late: names of what has no values, by its offset in the stack.
     """
@@ -57,6 +58,7 @@ class Stack:
     layout: Layout | None = None
     wide: bool = False
     shared: bool = False
+    former_dtype: torch.dtype | None = None
     pieces: list[torch.Tensor] = field(default_factory=list)
     late: dict[Key, str] = field(default_factory=dict)
 
@@ -99,8 +101,8 @@ class ScanUnit(FSDPState):
         """The stacked shards, or their copies on the device."""
         return [tensor.source for tensor in self.stored]
 
-    def describe_blocks(self, depth: int, cast: dict[str, torch.dtype]) -> None:
-        """Fills in ``stored``, ``tensors`` and ``slots``; ``cast``: former dtypes of buffers."""
+    def describe_blocks(self, depth: int) -> None:
+        """Fills in ``stored``, ``tensors`` and ``slots``."""
         self.depth = depth
         for stack in self.parameters:
             assert stack.layout is not None
@@ -116,8 +118,6 @@ class ScanUnit(FSDPState):
                 for module, name in stack.uses:
                     mark_sharded(module)
                     self.slots.append(ParameterSlot(module, name, index, stack.value, block))
-            for name, dtype in cast.items():
-                self.buffer_dtypes[dotted(block, name)] = dtype
 
     def gather_block(
         self,
@@ -219,7 +219,6 @@ class ScanBuilder(Builder):
         self._template: nn.Module | None = None
         self._described: dict = {}
         self._stacks: list[Stack] = []
-        self._cast: dict[str, torch.dtype] = {}
         # Keeps parameters alive, so that identities stay unique.
         self._seen: dict[nn.Parameter, int] = {}
 
@@ -253,7 +252,7 @@ class ScanBuilder(Builder):
                 unit.uninitialized.append(UninitializedTensor(stack.value, stack.late, use))
         if self.options.mixed_precision is not None:
             compute_in_float32(self.options.mixed_precision, list(self._template.modules()))
-        unit.describe_blocks(depth, self._cast)
+        unit.describe_blocks(depth)
         unit.mark_shards()
         return unit
 
@@ -353,7 +352,7 @@ class ScanBuilder(Builder):
         first = buffers[0]
         dtype = self.dtype_of(first, (module for module, _ in stack.uses))
         if dtype is not first.dtype:
-            self._cast[stack.name] = first.dtype
+            stack.former_dtype = first.dtype
         stack.shared = len(buffers) > 1 and all(buffer is first for buffer in buffers)
         value = first if stack.shared else torch.stack(buffers)
         stack.put(value.to(device=self.world.device, dtype=dtype))

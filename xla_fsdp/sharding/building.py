@@ -32,7 +32,7 @@ from .sharded_tensor import (
     set_sharded_tensor,
     sharded_tensor_of,
 )
-from .state import FSDPState, WrapperReference, mark_sharded
+from .state import FSDPState, WrapperReference, mark_sharded, unique_units
 from .user_checks import require_shardable_parameters
 
 SAMPLE = 1 << 16
@@ -138,11 +138,15 @@ class UnitBuilder(Builder):
         return self.unit
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules outside inner wrappers, once for each path, parents first."""
+        """Modules outside inner wrappers, once for each path, parents first.
+
+        Without those that an inner wrapper shards and that have another path outside of it.
+        """
+        sharded_inside = {slot.module for unit in unique_units(self.module) for slot in unit.slots}
         stack = [("", self.module)]
         while stack:
             path, module = stack.pop()
-            if is_wrapper(module):
+            if is_wrapper(module) or module in sharded_inside:
                 continue
             require_shardable_parameters(path, module)
             yield path, module
@@ -221,8 +225,7 @@ class UnitBuilder(Builder):
                     dtype = self.dtype_of(buffer, [module])
                     moved[buffer] = self.agreed(buffer).to(device=self.world.device, dtype=dtype)
                 if moved[buffer].dtype is not buffer.dtype:
-                    for path in self.paths[module]:
-                        self.unit.buffer_dtypes[dotted(path, name)] = buffer.dtype
+                    self.unit.buffer_dtypes[module, name] = buffer.dtype
                 module._buffers[name] = moved[buffer]
                 if is_deferred(buffer):
                     names = {(0, 0): dotted(self.paths[module][0], name)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..names import WRAPPED_PREFIX, dotted, names_hook
 from .layout import Layout, spec_of
 from .sharded_parameter import ShardedValue, as_sharded
 from .sharded_tensor import ShardedTensor, sharded_tensor_of
-from .unit import NamedUnits
+from .unit import NamedUnits, paths_of
 
 # On a wrapper while it loads.
 _ERRORS = "_xla_fsdp_load_errors"
@@ -35,9 +36,18 @@ def shard_metadata(units: NamedUnits) -> dict[str, Any]:
     for path, unit in units:
         for tensor in unit.flattened:
             keys.setdefault(tensor, dotted(path, tensor.key))
-        for name, dtype in unit.buffer_dtypes.items():
-            buffers[dotted(path, name)] = str(dtype).removeprefix("torch.")
-    names = sharded_names(units)
+        for stack in unit.buffers:
+            if stack.former_dtype is not None:
+                for block, name in itertools.product(range(unit.depth or 0), stack.names):
+                    name = dotted(path, dotted(str(block), name))
+                    buffers[name] = _dtype_name(stack.former_dtype)
+    root = units[0][1].module
+    casts = {key: dtype for _, unit in units for key, dtype in unit.buffer_dtypes.items()}
+    for path, module in root.named_modules(remove_duplicate=False):
+        for name in module._buffers:
+            if (module, name) in casts:
+                buffers[dotted(path, name)] = _dtype_name(casts[module, name])
+    names = sharded_names(root, units)
     parameters = {
         keys.get(tensor, members[0][0]): _described(tensor.layout, members)
         for tensor, members in names.items()
@@ -68,19 +78,27 @@ def _ignored_names(units: NamedUnits) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def sharded_names(units: NamedUnits) -> dict[ShardedTensor, list[list[str]]]:
+def sharded_names(root: nn.Module, units: NamedUnits) -> dict[ShardedTensor, list[list[str]]]:
+    """All names in ``root`` of the members of every sharded tensor of ``units``."""
     names: dict[ShardedTensor, list[list[str]]] = {}
+    paths = paths_of(root)
     for path, unit in units:
         for tensor in unit.tensors:
             names.setdefault(tensor, [[] for _ in tensor.layout.members])
-        for slot, inside in unit.named_slots():
+        # A module may have names outside of its unit; the template of a scan has its own ones.
+        scanned = unit.depth is not None
+        for slot, found in unit.named_slots(None if scanned else paths):
             tensor, member = unit.members[slot.index]
             known = names[tensor][member]
-            for own in inside:
-                name = dotted(path, own)
+            for own in found:
+                name = dotted(path, own) if scanned else own
                 if name not in known:
                     known.append(name)
     return names
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _described(layout: Layout, names: list[list[str]]) -> dict[str, Any]:

@@ -478,8 +478,7 @@ def _require_inner_first(named: NamedUnits) -> None:
                 raise RuntimeError(
                     f"parameter {unit.name_of(slot.index)!r} belongs to two FSDP units, that of "
                     f"{path!r} and that of {outer or 'the model'!r} around it. Call fully_shard "
-                    "from the inside out: for layers first and for the entire model last; for a "
-                    "module that is used inside and outside of a layer, before both"
+                    "from the inside out: for layers first and for the entire model last"
                 )
 
 

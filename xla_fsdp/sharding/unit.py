@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 
 # With the names of their modules, the outermost first.
 NamedUnits = Sequence[tuple[str, "Unit"]]
+
+
+def paths_of(root: nn.Module) -> dict[nn.Module, list[str]]:
+    """All dotted names of every module in ``root``."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    return paths
 
 
 class Unit:
@@ -58,8 +66,8 @@ class Unit:
         # Of the full parameters that this rank built, and of their shards.
         self.initial_checksum = 0
         self.initial_stamps: list[Stamp] = []
-        # Buffers that were cast, by dotted name, with the dtype they had.
-        self.buffer_dtypes: dict[str, torch.dtype] = {}
+        # The dtypes that cast buffers had, by module and name.
+        self.buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         # Freed parameters contain NaN, so that code that kept one gets NaN.
         nan = float("nan")
         if world.as_on_tpu:
@@ -108,11 +116,14 @@ class Unit:
         slot = next(slot for slot in self.slots if slot.index == index)
         return f"{slot.name} of a {type(slot.module).__name__} that was removed from the module"
 
-    def named_slots(self) -> Iterator[tuple[ParameterSlot, list[str]]]:
-        """Every slot with the dotted names of its parameter, none if it was removed."""
-        paths: dict[nn.Module, list[str]] = {}
-        for path, module in self.module.named_modules(remove_duplicate=False):
-            paths.setdefault(module, []).append(path)
+    def named_slots(
+        self, paths: Mapping[nn.Module, list[str]] | None = None
+    ) -> Iterator[tuple[ParameterSlot, list[str]]]:
+        """Every slot with the dotted names of its parameter, none if it was removed.
+
+        ``paths``: of modules in the root; default: in :attr:`module`.
+        """
+        paths = paths_of(self.module) if paths is None else paths
         for slot in self.slots:
             own = paths.get(slot.module, ())
             yield slot, [dotted(slot.block, dotted(path, slot.name)) for path in own]
