@@ -788,6 +788,10 @@ def test_a_layer_of_a_unit_that_the_model_also_lists(rank):
         assert {name for e in make_inventory(model).entries() for name in e.names} == {*full}
         outside = wrap(build(lambda self, x: self.inner(self.layers[1](x))))
         raises(RuntimeError, r"'inner\.layer\.0\.weight', which is sharded here", outside, x)
+    late = build()
+    for module in (late.inner, late.layers[1], late):
+        xla_fsdp.fully_shard(module)
+    raises(RuntimeError, "that of 'inner.layer' and that of 'inner' around it", late, x)
 
 
 @on_each_rank(2)

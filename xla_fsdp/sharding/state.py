@@ -132,8 +132,7 @@ class FSDPState(Unit):
         named = [("", self), *units_in(self.module)]
         for _, unit in named:
             unit.require_not_summoned()
-        if self.in_place:
-            _require_inner_first(named)
+        _require_inner_first(named)
         require_values(named, "the first forward was called")
         traffic = None
         for path, unit in reversed(named):  # if a unit has two names, the first one wins
@@ -470,16 +469,20 @@ def unique_units(root: nn.Module) -> list[FSDPState]:
 
 def _require_inner_first(named: NamedUnits) -> None:
     """Raises RuntimeError if a module was sharded after one around it."""
-    owners: dict[tuple[nn.Module, str], str] = {}
+    owners: dict[tuple[nn.Module, str], dict[str, Unit]] = {}
     for path, unit in named:
         for slot in unit.slots:
-            outer = owners.setdefault((slot.module, slot.name), path)
-            if outer != path and path.startswith(f"{outer}." if outer else ""):
-                raise RuntimeError(
-                    f"parameter {unit.name_of(slot.index)!r} belongs to two FSDP units, that of "
-                    f"{path!r} and that of {outer or 'the model'!r} around it. Call fully_shard "
-                    "from the inside out: for layers first and for the entire model last"
-                )
+            known = owners.setdefault((slot.module, slot.name), {})
+            for other, owner in known.items():
+                outer, inner = sorted((path, other), key=len)
+                if owner is not unit and inner.startswith(outer and f"{outer}."):
+                    raise RuntimeError(
+                        f"parameter {unit.name_of(slot.index)!r} belongs to two FSDP units, that "
+                        f"of {inner!r} and that of {outer or 'the model'!r} around it. Call "
+                        "fully_shard from the inside out: for layers first and for the entire "
+                        "model last"
+                    )
+            known[path] = unit
 
 
 # On a module: references to the wrappers that shard its parameters, not those of its children.
