@@ -113,6 +113,17 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(rank, size, folder
     ):
         with pytest.raises(kind if rank == 0 else errors.OtherRankError):
             run.load(path, missing_ok=kind is errors.NotAFolderError)
+    no_path = r"(path|fast) must be a str or a path, got NoneType"
+    for refuses in (
+        lambda: xla_fsdp.load_checkpoint(None, run.model),
+        lambda: xla_fsdp.save_checkpoint(None, run.model, step=1),
+        lambda: xla_fsdp.AsyncCheckpointer(None),
+        lambda: xla_fsdp.TieredCheckpointer(None, fast=folder),
+        lambda: xla_fsdp.TieredCheckpointer(folder, fast=None),
+        lambda: xla_fsdp.to_dcp(None, run.model),
+        lambda: xla_fsdp.from_dcp(None, run.model, allow_pickle=True),
+    ):
+        raises((TypeError, errors.OtherRankError), no_path, refuses)
     assert _names(folder) == ["file"]
 
 

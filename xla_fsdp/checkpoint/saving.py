@@ -28,7 +28,7 @@ from ..consolidate.errors import (
 )
 from ..consolidate.format import folders, manifest
 from ..consolidate.format.rank_file import FileRecord, write_file
-from ..consolidate.format.store import Store, join, open_store, read, write
+from ..consolidate.format.store import Store, join, open_store, path_text, read, write
 from ..consolidate.format.strict import read_json, write_json
 from .contents import Contents, list_contents
 from .rank_exchange import RankExchange, describe_error, wait_until
@@ -108,6 +108,7 @@ class AsyncCheckpointer:
     """
 
     def __init__(self, path: str | os.PathLike, *, keep_last: int | None = None) -> None:
+        path_text(path)  # raises here, not only in the first save
         self.path = path
         self.keep_last = keep_last
         self._running: RunningSave | None = None

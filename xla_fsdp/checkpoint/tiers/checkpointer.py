@@ -21,7 +21,7 @@ from ...collectives.random_state import synced_device
 from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError
 from ...consolidate.format.digests import digest
 from ...consolidate.format.reader import ShardedCheckpoint
-from ...consolidate.format.store import open_store
+from ...consolidate.format.store import open_store, path_text
 from ..contents import Contents
 from ..loading import (
     LoadedCheckpoint,
@@ -89,7 +89,7 @@ class TieredCheckpointer:
             raise ValueError(
                 f"fast must be a folder of this host, such as /dev/shm/run, got {fast!r}"
             )
-        run = digest(os.fsdecode(path).rstrip("/").encode())
+        run = digest(path_text(path).rstrip("/").encode())
         # Absolute, because threads use it after a chdir.
         root = os.path.join(os.path.abspath(root), f"run-{run}")
         self._tier = HostTier(store, root, run)
