@@ -72,7 +72,9 @@ def test_pages_that_the_code_names_exist():
 
 def test_tests_that_the_reference_names_exist():
     pages = [path.read_text(encoding="utf-8") for path in REFERENCE.glob("*.md")]
-    named = {name for text in pages for name in re.findall(r"`(?:test/)?(test_\w+)(?:\.py)?`", text)}
+    named = {
+        name for text in pages for name in re.findall(r"`(?:test/)?(test_\w+)(?:\.py)?`", text)
+    }
     assert len(named) > 30
     assert [name for name in sorted(named) if not (ROOT / f"test/{name}.py").exists()] == []
 
