@@ -113,6 +113,8 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(rank, size, folder
     ):
         with pytest.raises(kind if rank == 0 else errors.OtherRankError):
             run.load(path, missing_ok=kind is errors.NotAFolderError)
+    with pytest.raises(ValueError, match="keep_last must be an int of at least 1"):
+        xla_fsdp.AsyncCheckpointer(folder, keep_last=0)
     no_path = r"(path|fast) must be a str or a path, got NoneType"
     for refuses in (
         lambda: xla_fsdp.load_checkpoint(None, run.model),

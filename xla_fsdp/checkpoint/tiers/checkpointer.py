@@ -32,7 +32,13 @@ from ..loading import (
     prepare_load,
 )
 from ..rank_exchange import RankExchange, describe_error
-from ..saving import IncompleteSave, RunningSave, agree_on_contents, begin_save
+from ..saving import (
+    IncompleteSave,
+    RunningSave,
+    agree_on_contents,
+    begin_save,
+    require_keep_last,
+)
 from .host_tier import Card, HostTier, Save
 from .hosts import Hosts, MultiHostStore, Peer
 
@@ -84,6 +90,7 @@ class TieredCheckpointer:
         for name, value, least in (("keep_fast", keep_fast, 1), ("drain_every", drain_every, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+        require_keep_last(keep_last)
         store, root = open_store(fast, "fast")
         if not store.renames:
             raise ValueError(
