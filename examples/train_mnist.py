@@ -36,7 +36,9 @@ import xla_fsdp
 
 flags.DEFINE_integer("batch_size", 16, "images of a rank in a step", lower_bound=1)
 flags.DEFINE_integer("num_epochs", None, "default: 12; with --datadir 2", lower_bound=1)
-script.DEFINE_number("lr", None, "learning rate; default: 0.02; with --datadir 0.01", "(0, inf)")
+script.DEFINE_number(
+    "lr", None, "for a rank's batch; default: 0.02; with --datadir 0.01", "(0, inf)"
+)
 script.DEFINE_number("momentum", 0.5, "momentum of SGD", "[0, 1)")
 flags.DEFINE_bool("drop_last", True, "leave out the last batch of an epoch if it is smaller")
 flags.DEFINE_string("ckpt_dir", "runs/mnist/ckpt", "folder of the checkpoints, shared by all")
@@ -114,7 +116,7 @@ def train(index: int, options: SimpleNamespace, network: nn.Module) -> None:
         model, options, ("conv1", "conv2", "fc1", "fc2"), blocks={nn.Conv2d, nn.Linear}
     )
 
-    # Optimizer: it gets this rank's shards; it needs no other learning rate.
+    # Optimizer: it gets this rank's shards. --lr is for one rank's batch, so it is multiplied here.
     optimizer = torch.optim.SGD(
         model.parameters(), lr=options.lr * world_size, momentum=options.momentum
     )

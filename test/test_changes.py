@@ -5,7 +5,7 @@ import types
 import pytest
 from on_ranks import raises
 
-from xla_fsdp.integrations.changes import Changes, MissingNamesError
+from xla_fsdp.integrations.changes import LibraryChanges, MissingNamesError
 
 ORIGINAL = ["function", "method", "static", "attribute", None]
 CHANGED = ["around function", "around method", "around static", "other", "new"]
@@ -25,7 +25,7 @@ def library():
 
         attribute = "attribute"
 
-    module, changes = types.SimpleNamespace(function=lambda: "function"), Changes("torch")
+    module, changes = types.SimpleNamespace(function=lambda: "function"), LibraryChanges("torch")
     changes.set(Owner, "added", "new")
     changes.set(Owner, "attribute", "other")
     for where, name in ((module, "function"), (Owner, "static"), (Owner, "method")):

@@ -130,6 +130,19 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank(rank, size, folder
     ):
         with pytest.raises(kind if rank == 0 else errors.OtherRankError):
             run.load(path, missing_ok=kind is errors.NotAFolderError)
+    with pytest.raises(ValueError, match="keep_last must be an int of at least 1"):
+        xla_fsdp.AsyncCheckpointer(folder, keep_last=0)
+    no_path = r"(path|fast) must be a str or a path, got NoneType"
+    for refuses in (
+        lambda: xla_fsdp.load_checkpoint(None, run.model),
+        lambda: xla_fsdp.save_checkpoint(None, run.model, step=1),
+        lambda: xla_fsdp.AsyncCheckpointer(None),
+        lambda: xla_fsdp.TieredCheckpointer(None, fast=folder),
+        lambda: xla_fsdp.TieredCheckpointer(folder, fast=None),
+        lambda: xla_fsdp.to_dcp(None, run.model),
+        lambda: xla_fsdp.from_dcp(None, run.model, allow_pickle=True),
+    ):
+        raises((TypeError, errors.OtherRankError), no_path, refuses)
     assert _names(folder) == ["file"]
 
 

@@ -455,6 +455,7 @@ def test_an_error_of_one_rank_is_raised_on_all(rank, size, folder):
     [
         ({"keep_fast": 0}, "keep_fast must be an int of at least 1, got 0"),
         ({"drain_every": -1}, "drain_every must be an int of at least 0, got -1"),
+        ({"keep_last": 0}, "keep_last must be an int of at least 1, or None, got 0"),
         ({"fast": "memory://x"}, "fast must be a folder of this host"),
     ],
 )

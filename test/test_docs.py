@@ -70,6 +70,15 @@ def test_pages_that_the_code_names_exist():
     assert len(named) > 10 and [one for one in named if not (ROOT / one[1]).exists()] == []
 
 
+def test_tests_that_the_reference_names_exist():
+    pages = [path.read_text(encoding="utf-8") for path in REFERENCE.glob("*.md")]
+    named = {
+        name for text in pages for name in re.findall(r"`(?:test/)?(test_\w+)(?:\.py)?`", text)
+    }
+    assert len(named) > 30
+    assert [name for name in sorted(named) if not (ROOT / f"test/{name}.py").exists()] == []
+
+
 @pytest.mark.parametrize("page", ["engine", "code-map"])
 def test_files_that_the_chapters_on_the_code_name_exist(page):
     text = (ROOT / f"docs/design/{page}.md").read_text(encoding="utf-8")

@@ -90,6 +90,13 @@ def test_a_bad_value_raises_in_every_entry_point(rank):
                 advice = r"not supported by fully_shard\. (Pass (.*)|Leave it out), or"
                 remedy = re.search(advice, said)
                 make(**{one: instead[one] for one in (remedy[2] or "").split(" and ") if one})
+    for name, advice in (
+        ("use_orig_params", "Leave it out: parameters keep their names"),
+        ("process_group", "Pass device_mesh or sharding_groups"),
+        ("device_id", "Leave it out: the wrapper moves the module"),
+        ("_shard_size_multiple", "Leave it out. Its options are"),
+    ):
+        raises(TypeError, advice, entry_points()[WRAPPER], **{name: 1})
     size = {"sharding_rank": rank, "sharding_world_size": 2}
     place = "this rank's index in its group"
     for options, allowed, fix in (

@@ -143,7 +143,7 @@ def test_launch_and_what_it_starts_agree_on_the_slices(tpu_host, monkeypatch):
     monkeypatch.setenv("XLA_FSDP_SLICES", "2")  # as the recipes say it
     ours.require_slices(None, ours.multislice_config())
     monkeypatch.delenv("XLA_FSDP_SLICES")
-    monkeypatch.setattr(xlac, "devices_of_slice", lambda: 8)
+    monkeypatch.setattr(xlac, "slice_device_count", lambda: 8)
     launch._check_device_count(16, 2)
     raises(ValueError, "num_devices=8, but there are 16 devices", launch._check_device_count, 8, 2)
     # Each process of a host has a port of its own, the first that of the host.

@@ -615,3 +615,20 @@ def test_warnings_of_an_own_step_are_notes(tmp_path):
             read, untrained = tune(step, "v3-8", **how, **more).notes  # each once
         assert read.startswith(f"Warning of {whose}: a value is read on the host during the step")
         assert "1 of 11 parameters that the optimizer trains got no gradient" in untrained
+
+
+@without_ranks
+def test_a_model_without_blocks_is_one_unit_which_a_note_says(tmp_path):
+    compiled = CompiledStep("", hlo(EMPTY), b"", "", None, "out of memory", 1.0, False, 0.0)
+
+    def step(settings):
+        layers = (nn.Sequential(nn.Linear(8, 8)) for _ in range(2))  # of no class of the user
+        model = settings.wrap(nn.Sequential(*layers))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.zeros(ROWS, 8).to("xla")).mean().backward()
+        optimizer.step()
+
+    with mock.patch.object(Target, "compile", lambda *given: compiled):
+        found = tune(step, "v3-8", batch=ROWS, budget=1, cache=tmp_path, progress=False)
+    assert {trial.settings.units for trial in found.trials} == {"model"}
+    assert found.notes[0].startswith("The model has no repeated blocks, so it is one unit. Name")

@@ -357,6 +357,17 @@ def test_a_stage_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
     assert left == [("parity", "rates", "steps"), ("steps",)]
     (found,) = children.failures
     assert (found.status, found.name) == (Status.FAILED, "rates") and "RuntimeError" in found.found
+    assert found.remedy.startswith("the message is from the rank that failed")
+
+
+def test_a_stage_without_enough_time_is_reported_with_what_helps(tmp_path, monkeypatch):
+    late = "was still running at the time limit; its last message: compiling"
+    children = verify.Children(tmp_path, now(), lambda text: None)
+    monkeypatch.setattr(children, "_run", lambda *given: late)
+    children.run_stages(Job(("parity", "rates"), "", "", 0.0))
+    (found,) = children.failures
+    assert (found.name, found.found) == ("parity", late)
+    assert found.remedy == "allow more --seconds; if the stage does not end then, report it"
 
 
 @pytest.mark.parametrize(

@@ -387,12 +387,12 @@ def chips_of_host() -> int:
 
 
 @_replaceable("_internal.tpu.num_available_devices")
-def devices_of_host() -> int:
-    """The TPU devices of this host that a process of this kind can use."""
+def host_device_count() -> int:
+    """The number of TPU devices of this host that a process of this kind can use."""
 
 
 @_replaceable("_internal.tpu.num_expected_global_devices")
-def devices_of_slice() -> int:
+def slice_device_count() -> int:
     """The number of TPU devices of the slice; does not start the runtime."""
 
 

@@ -55,18 +55,21 @@ def join(*parts: str) -> str:
     return posixpath.join(*parts)
 
 
+def path_text(path: Any, label: str = "path") -> str:
+    """``path`` as text. Raises TypeError, which names the argument ``label``, if it is no path."""
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise TypeError(f"{label} must be a str or a path, got {type(path).__name__}") from None
+
+
 def open_store(path: Any, label: str = "path") -> tuple[Store, str]:
     """Opens the store of ``path``, local or a URL for fsspec. Returns it and the path inside it.
 
     ``label`` names the argument in messages. Raises TypeError if ``path`` is not a path,
     OptionsError if it is empty or its protocol is not installed.
     """
-    try:
-        text = os.fspath(path)
-    except TypeError:
-        raise TypeError(f"{label} must be a str or a path, got {type(path).__name__}") from None
-    if isinstance(text, bytes):
-        text = os.fsdecode(text)
+    text = path_text(path, label)
     if not text or "\0" in text:
         raise OptionsError(f"{label} must be a non-empty path without NUL, got {text!r}")
     for prefix in ("file://", "local://"):

@@ -36,6 +36,7 @@ from ..consolidate.errors import (
     UnreadableFileError,
     UnsafeFileError,
 )
+from ..consolidate.format.store import path_text
 from ..wording import first_line
 from .inventory import Inventory, agree_on_inventory
 from .matching import (
@@ -130,7 +131,7 @@ def from_dcp(
                 "chose. Nothing was read. Pass allow_pickle=True if you trust the author, or "
                 "convert it to safetensors where it was written and use load_weights."
             )
-        return _Directory(os.fspath(path))
+        return _Directory(path_text(path))
 
     directory = exchange.run_on_each_rank("open the checkpoint", open_directory)
     offered = capture_loaded_values(

@@ -28,6 +28,7 @@ from ..collectives.random_state import synced_device
 from ..consolidate.errors import OutputError, SharedStorageError
 from ..consolidate.format import values
 from ..consolidate.format.manifest import State
+from ..consolidate.format.store import path_text
 from .contents import HostCopies
 from .dcp_reading import IndexRange, split_index_range
 from .inventory import Inventory, ParameterShard, agree_on_inventory
@@ -207,7 +208,7 @@ def _optimizer_values(
 
 
 def _local_folder(path: Any) -> str:
-    folder = os.fspath(path)
+    folder = path_text(path)
     if "://" in folder:
         raise ValueError(
             f"path {folder!r} is a URL, but torch.distributed.checkpoint needs a local directory. "

@@ -28,7 +28,7 @@ from ..consolidate.errors import (
 )
 from ..consolidate.format import folders, manifest
 from ..consolidate.format.rank_file import FileRecord, write_file
-from ..consolidate.format.store import Store, join, open_store, read, write
+from ..consolidate.format.store import Store, join, open_store, path_text, read, write
 from ..consolidate.format.strict import read_json, write_json
 from .contents import Contents, list_contents
 from .rank_exchange import RankExchange, describe_error, wait_until
@@ -105,9 +105,14 @@ class AsyncCheckpointer:
 
     Args:
         path, keep_last: see :func:`save_checkpoint`.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
     """
 
     def __init__(self, path: str | os.PathLike, *, keep_last: int | None = None) -> None:
+        path_text(path)
+        require_keep_last(keep_last)
         self.path = path
         self.keep_last = keep_last
         self._running: RunningSave | None = None
@@ -302,6 +307,11 @@ def _warn_only(text: str) -> None:
         warnings.warn(text, stacklevel=3)
 
 
+def require_keep_last(keep_last: Any) -> None:
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise ValueError(f"keep_last must be an int of at least 1, or None, got {keep_last!r}")
+
+
 def agree_on_contents(
     exchange: RankExchange,
     random: DeviceRandomState,
@@ -319,8 +329,7 @@ def agree_on_contents(
             raise TypeError(f"step must be an int, got {type(step).__name__}")
         if not 0 <= step < 10**18:
             raise ValueError(f"step must be at least 0 and less than 10**18, got {step}")
-        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
-            raise ValueError(f"keep_last must be an int of at least 1, or None, got {keep_last!r}")
+        require_keep_last(keep_last)
         contents = list_contents(model, optimizer, scheduler, step, extra, random)
         return contents, contents.agreement()
 

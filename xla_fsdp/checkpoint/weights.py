@@ -241,7 +241,7 @@ def _open_torch(store: Store, place: str) -> dict[str, ReadableTensor]:
             "memory-mapped. Copy it to a local disk, or convert it to safetensors."
         )
     if not os.path.exists(place):
-        raise CheckpointNotFoundError(f"{place}: does not exist")
+        raise CheckpointNotFoundError(f"{place}: does not exist. Pass a file or folder of weights.")
     content = read_file(place, remedy=_REMEDY)
     for key in _KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):

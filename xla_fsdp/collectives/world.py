@@ -89,7 +89,7 @@ class World:
             if total > 1 and all(group[rank] != ordinal for group in groups):
                 raise ValueError(
                     f"sharding_rank={rank}, but no group of sharding_groups has this rank, "
-                    f"{ordinal}, at that index: {lists(groups)}. Pass this rank's index in its "
+                    f"{ordinal}, at that index: {as_lists(groups)}. Pass this rank's index in its "
                     "group"
                 )
         replicas: Groups = ()
@@ -118,7 +118,7 @@ class World:
             groups = (tuple(range(total)),)
         elif sorted(ordinal for group in groups for ordinal in group) != list(range(total)):
             raise ValueError(
-                f"groups must contain each of the {total} ranks once, got {lists(groups)}. Pass "
+                f"groups must contain each of the {total} ranks once, got {as_lists(groups)}. Pass "
                 "lists of rank ordinals that together are all ranks"
             )
         return cls(0, len(groups[0]), groups, device, (), current_rank())
@@ -248,7 +248,7 @@ class World:
             return rows.sum(0) if kind == xm.REDUCE_SUM else rows.amax(0)
 
         def all_reduce(operand: torch.Tensor, channel: None) -> Any:
-            return xm.all_reduce(kind, operand, groups=lists(groups), pin_layout=False)
+            return xm.all_reduce(kind, operand, groups=as_lists(groups), pin_layout=False)
 
         return self._traced("all_reduce", value, label, all_reduce)
 
@@ -258,7 +258,7 @@ class World:
             return shard
 
         def all_gather(operand: torch.Tensor, channel: int | None) -> torch.Tensor:
-            return xlac.all_gather(operand, 0, size, lists(groups), False, channel, None)
+            return xlac.all_gather(operand, 0, size, as_lists(groups), False, channel, None)
 
         return self._traced("all_gather", shard, label, all_gather)
 
@@ -267,7 +267,7 @@ class World:
     ) -> torch.Tensor:
         def reduce_scatter(operand: torch.Tensor, channel: int | None) -> torch.Tensor:
             token = xlac.collective_token(self._device_name)
-            size, among = len(groups[0]), lists(groups)
+            size, among = len(groups[0]), as_lists(groups)
             return xlac.reduce_scatter(
                 xm.REDUCE_SUM, operand, token, scale, 0, size, among, False, channel, None
             )[0]
@@ -281,7 +281,7 @@ class World:
         named = _named("collective_permute", label) if label else None
         if self.context is None:
             xlac.set_collective_token(self._device_name, None)
-        moved = xm.collective_permute(value, lists(moves))
+        moved = xm.collective_permute(value, as_lists(moves))
         del named
         return moved
 
@@ -309,7 +309,7 @@ def _named(kind: str, label: str) -> object:
     return xlac.scope(f"{kind}[{label}]") if xlac.has_scopes() else None
 
 
-def lists(groups: Sequence[Sequence[int]]) -> list[list[int]]:
+def as_lists(groups: Sequence[Sequence[int]]) -> list[list[int]]:
     """The type that torch_xla needs."""
     return list(map(list, groups))
 
@@ -327,11 +327,11 @@ def checked_groups(name: str, groups: Sequence[Sequence[int]], size: int | None)
     if any(len(group) != size for group in checked):
         raise ValueError(
             f"every group of {name} must have {size or 'equally many'} ordinals, got "
-            f"{lists(checked)}. Pass groups of equal size (sharding_groups: sharding_world_size)"
+            f"{as_lists(checked)}. Pass groups of equal size (sharding_groups: sharding_world_size)"
         )
     if len(set(flat)) != len(flat):
         raise ValueError(
-            f"{name} contains an ordinal twice: {lists(checked)}. Each rank must be in one group"
+            f"{name} contains an ordinal twice: {as_lists(checked)}. Each rank must be in one group"
         )
     return checked
 
@@ -343,8 +343,8 @@ def _require_replicas(replicas: Groups, groups: Groups) -> None:
     fit = all(len({place.get(ordinal) for ordinal in group}) == 1 for group in replicas)
     if flat != sorted(place) or not fit:
         raise ValueError(
-            f"replication_groups={lists(replicas)} must contain each rank of sharding_groups="
-            f"{lists(groups)} once, and each must consist of ranks at the same index of their "
+            f"replication_groups={as_lists(replicas)} must contain each rank of sharding_groups="
+            f"{as_lists(groups)} once, and each must consist of ranks at the same index of their "
             "groups. For sharding_groups=[[0, 1], [2, 3]] pass replication_groups=[[0, 2], [1, 3]]"
         )
 

@@ -48,7 +48,7 @@ from ..sharding.sharded_tensor import require_reduced
 from ..sharding.state import is_sharded
 from ..tree import tensors_in
 from ..wrapper import XlaFullyShardedDataParallel
-from .changes import Changes
+from .changes import LibraryChanges
 from .full_weights import outermost_wrapper, with_full_tensors
 from .optimizers import average_unsharded, load_joined, save_alone, switch_to_shards
 from .sharding import (
@@ -63,7 +63,7 @@ from .sharding import (
 
 __all__ = ["Accelerator", "install", "uninstall"]
 
-changes = Changes("accelerate")
+changes = LibraryChanges("accelerate")
 install = changes.apply
 uninstall = changes.undo
 
@@ -431,7 +431,7 @@ def _get_state_dict(
 def _save_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> Any:
     """Saves models, optimizers and schedulers to ``xla_fsdp/``, for any number of ranks. Accelerate
     names folders, removes old ones, and writes random states and registered objects."""
-    with _hidden(self) as (models, optimizers):
+    with _only_hooks_get_models(self) as (models, optimizers):
         folder = original(self, *args, **kwargs)
     exchange = RankExchange()
     exchange.gather_values("save_state", None)  # the folder is there for all
@@ -478,7 +478,7 @@ def _load_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> 
     found: list[str] = []
     handle = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
     try:
-        with _hidden(self) as (models, optimizers):
+        with _only_hooks_get_models(self) as (models, optimizers):
             original(self, *args, **kwargs)
     finally:
         handle.remove()
@@ -495,7 +495,7 @@ def _load_state(original: Any, self: Accelerator, *args: Any, **kwargs: Any) -> 
 
 
 @contextlib.contextmanager
-def _hidden(
+def _only_hooks_get_models(
     accelerator: Accelerator,
 ) -> Iterator[tuple[list[nn.Module], list[torch.optim.Optimizer]]]:
     """Inside, the accelerator has nothing to save or load; only hooks receive the models."""

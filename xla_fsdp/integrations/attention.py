@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from ..layers import attention
-from .changes import Changes
+from .changes import LibraryChanges
 
 NAME = "xla_fsdp"
-patches = Changes("torch")
+patches = LibraryChanges("torch")
 
 
 def install() -> None:
@@ -68,7 +68,7 @@ def _check_transformers() -> None:
     from transformers import masking_utils, modeling_utils
     from transformers.integrations import flash_attention, sdpa_attention
 
-    used = Changes("transformers")
+    used = LibraryChanges("transformers")
     used.require(modeling_utils, "AttentionInterface")
     used.require(
         masking_utils,

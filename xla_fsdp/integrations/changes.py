@@ -29,7 +29,7 @@ def missing_names(library: str, names: str, extra: str = "hf") -> MissingNamesEr
     )
 
 
-class Changes:
+class LibraryChanges:
     """Replacements for functions of the distribution ``library``, and the other names of it that
     are used. ``extra`` of this package installs a tested release."""
 
@@ -146,13 +146,13 @@ def _call_with_original(
 _LIBRARIES = {
     "transformers.modeling_utils": (
         "models",
-        Changes("transformers"),
+        LibraryChanges("transformers"),
         ("transformers.modeling_utils", "transformers.generation.utils"),
         "save_pretrained push_to_hub generate num_parameters resize_token_embeddings".split(),
     ),
     "peft.peft_model": (
         "peft",
-        Changes("peft"),
+        LibraryChanges("peft"),
         ("peft.peft_model", "peft.tuners.tuners_utils"),
         "save_pretrained load_adapter merge_adapter merge_and_unload unload inject_adapter".split(),
     ),
@@ -186,7 +186,7 @@ def adapt_model(model: nn.Module) -> None:
 
 
 def _raise_in_methods(
-    changes: Changes, modules: Iterable[str], names: Iterable[str], reason: str
+    changes: LibraryChanges, modules: Iterable[str], names: Iterable[str], reason: str
 ) -> None:
     for module in filter(None, map(sys.modules.get, modules)):
         for owner in vars(module).values():

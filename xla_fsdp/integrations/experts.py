@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .changes import Changes, missing_names
+from .changes import LibraryChanges, missing_names
 
 NAME = "xla_fsdp"
 
@@ -68,7 +68,7 @@ def register_experts() -> None:
         return
     from transformers.integrations import moe
 
-    used = Changes("transformers")
+    used = LibraryChanges("transformers")
     used.require(moe, "ExpertsInterface", "ALL_EXPERTS_FUNCTIONS", "use_experts_implementation")
     # _has_interface reads what this decorator of experts classes sets.
     names = "has_gate", "has_bias", "is_transposed"

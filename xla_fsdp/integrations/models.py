@@ -15,12 +15,12 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ModuleUtilsMixin, PreTrainedModel
 
 from ..sharding.state import is_sharded
-from .changes import Changes
+from .changes import LibraryChanges
 from .experts import register_experts, warn_of_dynamic_experts
 from .full_weights import count_full_parameters, save_whole
 from .generation import generate_sharded
 
-changes = Changes("transformers")
+changes = LibraryChanges("transformers")
 
 # The names that full_weights.py and generation.py use or override.
 changes.require(

@@ -23,12 +23,12 @@ from ..checkpoint.rank_exchange import RankExchange
 from ..names import dotted
 from ..sharding.state import is_sharded
 from ..sharding.summon import summon_full_params
-from .changes import Changes
+from .changes import LibraryChanges
 from .full_weights import outermost_wrapper, owned, save_whole
 
 __all__ = ["adapt", "save_merged"]
 
-changes = Changes("peft")
+changes = LibraryChanges("peft")
 
 changes.require(
     PeftModel,

@@ -44,12 +44,12 @@ from ..sharding.cpu_offload import CPUOffload
 from ..sharding.mixed_precision import MixedPrecision
 from ..sharding.state import is_sharded
 from ..tree import keep_dtype
-from .changes import Changes
+from .changes import LibraryChanges
 from .sharding import Sharding, downcasting, meant_by_name, restore, sharding_of, use_sharding
 
 __all__ = ["Trainer", "install", "uninstall"]
 
-changes = Changes("transformers")
+changes = LibraryChanges("transformers")
 
 
 def install() -> None:

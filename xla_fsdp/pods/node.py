@@ -176,8 +176,8 @@ def check_node(
     wanted = slice_of_type(node.accelerator)
     if accelerator is not None and _same_slice(slice_of_type(accelerator), wanted):
         accelerator = node.accelerator  # v5e-16 is a v5litepod-16
-    yield _stated("accelerator type", node.accelerator, accelerator, "--accelerator_type")
-    yield _stated("runtime version", node.runtime, runtime, "--runtime_version")
+    yield _check_stated("accelerator type", node.accelerator, accelerator, "--accelerator_type")
+    yield _check_stated("runtime version", node.runtime, runtime, "--runtime_version")
     yield _workers(node, where, wanted)
     if world_size is not None:
         yield _world_size(node, wanted, world_size)
@@ -206,7 +206,7 @@ def _same_slice(a: Slice | None, b: Slice | None) -> bool:
     return a is not None and b is not None and (a.chip.family, a.shape) == (b.chip.family, b.shape)
 
 
-def _stated(name: str, found: str, expected: str | None, flag: str) -> Finding:
+def _check_stated(name: str, found: str, expected: str | None, flag: str) -> Finding:
     shown = found or "not stated"
     if expected is None or found == expected:
         return ok(name, shown)

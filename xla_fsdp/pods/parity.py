@@ -23,7 +23,7 @@ from ..remat import checkpoint_module
 from ..scan.blocks import scan_blocks
 from ..wrapper import XlaFullyShardedDataParallel as FSDP
 from .findings import Finding, failed, ok, skipped
-from .steps import OURS, SEED, Lane, Net, Size, tokens
+from .steps import OURS, SEED, Lane, Net, Size, global_batch
 
 SIZE = Size(blocks=2, width=64, vocabulary=67, sequence=16, batch=2)
 STEPS, CLIP = 3, 0.5
@@ -110,7 +110,7 @@ def _trained(case: Case, sharded: bool) -> dict[str, torch.Tensor]:
     clip = model.clip_grad_norm_ if sharded else partial(nn.utils.clip_grad_norm_, trained)
     losses, norms = [], []
     for number in range(STEPS):
-        parts = tokens(SIZE, ranks, number).chunk(2 if case.accumulated and sharded else 1)
+        parts = global_batch(SIZE, ranks, number).chunk(2 if case.accumulated and sharded else 1)
         step = []
         for part, whole in enumerate(parts):
             mine = (whole.chunk(ranks)[rank] if sharded else whole).to(device)

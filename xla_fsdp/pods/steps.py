@@ -74,7 +74,7 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-def tokens(size: Size, ranks: int, number: int) -> torch.Tensor:
+def global_batch(size: Size, ranks: int, number: int) -> torch.Tensor:
     """The global batch of a step, ``(ranks * batch, sequence)``, on the CPU."""
     generator = torch.Generator().manual_seed(1000 + number)
     shape = ranks * size.batch, size.sequence
@@ -103,7 +103,7 @@ class Lane:
         self.model: Any = wrap(Net(size, wrap))
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-3)
-        whole = tokens(size, xr.world_size(), 0)
+        whole = global_batch(size, xr.world_size(), 0)
         self.mine = whole.chunk(xr.world_size())[xr.global_ordinal()].to(torch_xla.device())
 
     def trace(self) -> torch.Tensor:

@@ -69,8 +69,8 @@ def verify(
     Args:
         num_devices: the number of ranks, as for :func:`xla_fsdp.launch`.
         ckpt_dir: a folder for the checkpoint that all hosts share; default: a temporary one.
-        seconds: the total time limit, at least 30. Stages that are not finished then are skipped or
-            ended.
+        seconds: the total time limit, at least 30. A stage that runs then is ended, and FAILED;
+            later ones are skipped.
         stages: the stages to run, of ``programs``, ``parity``, ``checkpoints``, ``rates``,
             ``collectives``, ``steps``; default: all.
         cases: names of ways to shard (``parity``); default: all.
@@ -158,6 +158,8 @@ class Children:
             if not problem:
                 return
             remedy = "the message is from the rank that failed; report it with this file"
+            if time.time() >= self.until:
+                remedy = "allow more --seconds; if the stage does not end then, report it"
             stage = [*left, "the end"][done]
             self.failures.append(failed(stage, problem, "it ends well", remedy))
             left = left[done + 1 :]
@@ -200,8 +202,10 @@ class Children:
         outcome = run_all({0: command}, seconds, environment=environment, kill_rest=True)[0]
         if outcome.code == 0:
             return None
-        code = outcome.code
-        end = "was still running at the time limit" if code is None else f"ended with {code}"
+        if outcome.code is None:
+            end = "was still running at the time limit; its last message"
+        else:
+            end = f"ended with {outcome.code}"
         return scrubbed(f"{end}: {outcome.reason}")
 
 

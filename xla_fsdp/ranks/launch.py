@@ -159,7 +159,7 @@ def _check_device_count(num_devices: int | None, slices: int) -> None:
         found, remedy = int(os.environ["WORLD_SIZE"]), "pass torchrun --nproc-per-node"
     elif xr.device_type() == "TPU":
         # The runtime must start in the ranks' processes.
-        found = xlac.devices_of_slice() * slices
+        found = xlac.slice_device_count() * slices
         remedy = "choose another slice"
     else:
         return

@@ -301,12 +301,14 @@ class ShardSpec:
 
 
 def unsupported(operation: str, spec: ShardSpec, why: str = "") -> ShardedParameterError:
-    module = spec.name.rpartition(".")[0] or "the module"
+    named = f"parameter {spec.name!r}" if spec.tensor is not None else f"a parameter {spec.name}"
+    inner = spec.name.rpartition(".")[0]
+    module = repr(inner) if inner else "its module"
     why = why or "this rank has only its shard"
     return ShardedParameterError(
-        f"{operation} needs parameter {spec.name!r}, which is sharded here (or a value "
+        f"{operation} needs {named}, which is sharded here (or a value "
         f"computed from it, such as its gradient): {why}. The full shape is {list(spec.shape)}. In "
-        f"a forward, call the wrapper that shards it (of {module!r}, or one around it), not a "
+        f"a forward, call the wrapper that shards it (of {module}, or one around it), not a "
         "module inside; or wrap the module inside too, and call it; or exclude that module from "
         "the policy, so that the wrapper of the module that reads the parameter shards it (tied "
         "weights: assign one nn.Parameter to both modules before wrapping); for a method other "

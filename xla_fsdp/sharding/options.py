@@ -160,6 +160,16 @@ _REMOVED = {
     "compute_dtype=torch.bfloat16 gathers in 16 bits",
 }
 
+# Options of torch's FSDP1 and of torch_xla's class.
+_ELSEWHERE = {
+    "process_group": "Pass device_mesh or sharding_groups",
+    "device_id": "Leave it out: the wrapper moves the module to the device",
+    "use_orig_params": "Leave it out: parameters keep their names and shapes, unless "
+    "flatten_parameters=True",
+    "_shard_size_multiple": "Leave it out",
+    "_use_xla_patched_linear": "Leave it out",
+}
+
 
 def option(
     default: Any,
@@ -359,6 +369,8 @@ class FSDPOptions:
                 )
             near = difflib.get_close_matches(name, signature.parameters, 1)
             meant = f"Did you mean {near[0]}? " if near else ""
+            if name in _ELSEWHERE and entry == WRAPPER:
+                meant = f"{_ELSEWHERE[name]}. "
             raise TypeError(
                 f"{entry} has no option {name!r}, got {name}={value!r}. {meant}Its options are "
                 f"{', '.join(signature.parameters)}"

@@ -35,11 +35,11 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, world: World, mean: bool) -> torch.Tensor:
         ctx.world, ctx.mean = world, mean
-        total = collective(world.all_reduce_sum, value, world)
+        total = reduce_on_device(world.all_reduce_sum, value, world)
         if not mean:
             return total
         if world.replicas > 1:
-            total = collective(world.sum_over_replicas, total, world)
+            total = reduce_on_device(world.sum_over_replicas, total, world)
         return total / (world.size * world.replicas)
 
     @staticmethod
@@ -59,7 +59,7 @@ class Shared(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return collective(ctx.world.all_reduce_sum, grad, ctx.world), None
+        return reduce_on_device(ctx.world.all_reduce_sum, grad, ctx.world), None
 
 
 class _ToDevice(torch.autograd.Function):
@@ -126,7 +126,7 @@ class _Largest(torch.autograd.Function):
         ctx: Any, value: torch.Tensor, count: torch.Tensor | None, world: World
     ) -> torch.Tensor:
         marked = torch.stack([value, value.isnan().to(value.dtype)])
-        largest, nan = collective(world.all_reduce_max, marked, world).unbind()
+        largest, nan = reduce_on_device(world.all_reduce_max, marked, world).unbind()
         total = torch.where(nan > 0, torch.full_like(largest, math.nan), largest)
         ctx.world = world
         mine = (value == total).to(value.dtype)
@@ -138,11 +138,11 @@ class _Largest(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (mine,) = ctx.saved_tensors
         grad = SumOverRanks.apply(grad, ctx.world, True)
-        share = mine / collective(ctx.world.all_reduce_sum, mine, ctx.world)
+        share = mine / reduce_on_device(ctx.world.all_reduce_sum, mine, ctx.world)
         return grad * share, None, None
 
 
-def collective(
+def reduce_on_device(
     reduce: Callable[[torch.Tensor, str], torch.Tensor], value: torch.Tensor, world: World
 ) -> torch.Tensor:
     """Applies ``reduce`` to ``value``, which may be on the host (``cpu_offload``)."""
@@ -470,7 +470,7 @@ def _max(value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
     if not value.is_floating_point():  # exact beyond 2**24
         low = torch.iinfo(kept).min
         own = without_padding(value, spec, low).max()
-        return collective(spec.world.all_reduce_max, own, spec.world)
+        return reduce_on_device(spec.world.all_reduce_max, own, spec.world)
     wide = without_padding(_wide(value), spec, -math.inf)
     own = largest(wide)
     return largest_of_ranks(own, spec.world, _count_of(own, wide)).to(kept)

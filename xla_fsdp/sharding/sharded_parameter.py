@@ -638,7 +638,7 @@ def _non_finite_check(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             grad.copy_(reductions.without_padding(grad, spec))
     func(grads, found, inverse)
     for world in dict.fromkeys(spec.world for spec in map(spec_of, grads) if spec is not None):
-        found.copy_(reductions.collective(world.all_reduce_max, found, world))
+        found.copy_(reductions.reduce_on_device(world.all_reduce_max, found, world))
     return None
 
 

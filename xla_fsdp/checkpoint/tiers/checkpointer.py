@@ -21,7 +21,7 @@ from ...collectives.random_state import synced_device
 from ...consolidate.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError
 from ...consolidate.format.digests import digest
 from ...consolidate.format.reader import ShardedCheckpoint
-from ...consolidate.format.store import open_store
+from ...consolidate.format.store import open_store, path_text
 from ..contents import Contents
 from ..loading import (
     LoadedCheckpoint,
@@ -32,7 +32,13 @@ from ..loading import (
     prepare_load,
 )
 from ..rank_exchange import RankExchange, describe_error
-from ..saving import IncompleteSave, RunningSave, agree_on_contents, begin_save
+from ..saving import (
+    IncompleteSave,
+    RunningSave,
+    agree_on_contents,
+    begin_save,
+    require_keep_last,
+)
 from .host_tier import Card, HostTier, Save
 from .hosts import Hosts, MultiHostStore, Peer
 
@@ -84,12 +90,13 @@ class TieredCheckpointer:
         for name, value, least in (("keep_fast", keep_fast, 1), ("drain_every", drain_every, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+        require_keep_last(keep_last)
         store, root = open_store(fast, "fast")
         if not store.renames:
             raise ValueError(
                 f"fast must be a folder of this host, such as /dev/shm/run, got {fast!r}"
             )
-        run = digest(os.fsdecode(path).rstrip("/").encode())
+        run = digest(path_text(path).rstrip("/").encode())
         # Absolute, because threads use it after a chdir.
         root = os.path.join(os.path.abspath(root), f"run-{run}")
         self._tier = HostTier(store, root, run)

@@ -34,15 +34,15 @@ from lightning.pytorch.utilities import model_summary
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from ...sharding.state import is_sharded
-from ..changes import Changes
+from ..changes import LibraryChanges
 from ..full_weights import count_full_parameters
 from ..sharding import wrap_recomputed
 from .ranks import CurrentRankNumber, RanksAccelerator, ranks_are_threads
 from .strategies import FabricStrategy, TrainerStrategy
 
-changes = Changes("lightning", extra="lightning")
+changes = LibraryChanges("lightning", extra="lightning")
 # Further changes, which make Lightning's own names select this package.
-drop_in = Changes("lightning", extra="lightning")
+drop_in = LibraryChanges("lightning", extra="lightning")
 
 NAME = TrainerStrategy.strategy_name
 DROP_IN_NAME = "xla_fsdp"

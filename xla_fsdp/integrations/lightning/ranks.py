@@ -57,7 +57,7 @@ def number_of_ranks_here() -> int:
         return xr.local_device_count()
     if ranks_are_threads():
         return int(os.environ.get("CPU_NUM_DEVICES", DEFAULT_RANKS))
-    return xlac.devices_of_host()
+    return xlac.host_device_count()
 
 
 class RanksEnvironment(XLAEnvironment):

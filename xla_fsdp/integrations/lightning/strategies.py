@@ -204,15 +204,15 @@ class TrainerStrategy(TrainerCheckpoints, _CommonStrategy, ParallelTrainerStrate
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(super().validation_step, args, kwargs)
+        return self._run_evaluation_step(super().validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(super().test_step, args, kwargs)
+        return self._run_evaluation_step(super().test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(super().predict_step, args, kwargs)
+        return self._run_evaluation_step(super().predict_step, args, kwargs)
 
-    def _evaluated(self, step: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _run_evaluation_step(self, step: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         with self.computing():
             result = step(*args, **kwargs)
         torch_xla.sync()

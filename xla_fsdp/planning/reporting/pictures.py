@@ -114,7 +114,7 @@ def draw(report: Report) -> Figure:
     pad = 8 + 14 * math.ceil(len(kinds) / 4)
     axes.set_title(axes.get_title(loc="left"), loc="left", fontsize=10, weight="bold", pad=pad)
     if has_timeline:
-        timing, end = report.timing, duration(report.timing.slots)
+        timing, end = report.timing, end_of_last(report.timing.slots)
         axes = figure.add_subplot(grid[1])
         draw_lanes(axes, timing.slots, end)
         waits = f"{milliseconds(timing.exposed, 1)} wait for collectives; MFU {timing.mfu:.0%}"
@@ -193,7 +193,7 @@ def hbm(report: Report) -> tuple[numpy.ndarray, dict[str, numpy.ndarray]]:
     return spots, stack
 
 
-def duration(slots: Sequence[Slot]) -> float:
+def end_of_last(slots: Sequence[Slot]) -> float:
     return max((slot.end for slot in slots), default=0.0)
 
 
@@ -275,7 +275,7 @@ def _busiest(intervals: Iterable[Interval], end: float, bridge: bool) -> list[In
 def _seconds(report: Report) -> numpy.ndarray:
     """Modelled time at each place of the schedule, without asynchronous collectives."""
     slots, length = report.timing.slots, len(report.schedule.curve)
-    begins: dict[int, float] = {length: duration(slots)}
+    begins: dict[int, float] = {length: end_of_last(slots)}
     for slot in slots:
         if not slot.asynchronous:
             begins[slot.index] = min(slot.begin, begins.get(slot.index, slot.begin))

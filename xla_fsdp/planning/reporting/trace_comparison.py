@@ -193,7 +193,7 @@ class TraceComparison:
         return Section(title, _COLUMNS, tuple(rows))
 
     def _page(self) -> str:
-        from .pictures import canvas, draw_lanes, duration, embed  # imports matplotlib
+        from .pictures import canvas, draw_lanes, embed, end_of_last  # imports matplotlib
 
         report, recorded = self.report, self.recorded
         measured = f"Measured: step {recorded.number + 1} of {recorded.steps}"
@@ -204,7 +204,7 @@ class TraceComparison:
             same = slots if recorded.on_cpu else [*report.timing.slots, *recorded.slots]
             figure = canvas(11.2, 3.4)
             axes = figure.add_subplot()
-            draw_lanes(axes, slots, duration(same))
+            draw_lanes(axes, slots, end_of_last(same))
             axes.set_xlabel("ms")
             parts += [f"<h2>{escape(heading)}</h2>", embed(figure)]
         parts.append(tables(self.sections()))

@@ -90,7 +90,7 @@ def trace_step(
     """
     if current_rank() is not None:
         raise RuntimeError(
-            "plan was called inside a rank of a launch; call it from the main program"
+            "plan or tune was called inside a rank of a launch; call it from the main program"
         )
     if xr.is_spmd():
         raise RuntimeError(

@@ -156,12 +156,18 @@ def tune(
         samples=batches[0] is not None,
         advice=tuple(advice),
         notes=(
-            *filter(None, (why_no_own, why_not, how_deep)),
+            *filter(None, (why_no_own, "" if facts["blocks"].blocks else _NO_BLOCKS)),
+            *filter(None, (why_not, how_deep)),
             *(f"Warning of {whose}: {one}" for one in warnings),
         ),
         title=title,
     )
 
+
+_NO_BLOCKS = (
+    "The model has no repeated blocks, so it is one unit. Name them by settings.wrap(model, "
+    'blocks=...), or give sizes of units by search={"units": [...]}.'
+)
 
 # Raised by a step that does not work with some settings or depths.
 _NOT_POSSIBLE = (ValueError, TypeError, RuntimeError, LookupError, AttributeError)

@@ -193,8 +193,8 @@ class ShardingSettings:
 
         Args:
             blocks: the dotted name of the ``nn.Sequential`` or ``nn.ModuleList`` that holds the
-                blocks, or their classes. Default: among lists whose modules are all of one class,
-                the class with the most parameters.
+                blocks, or their classes. Default: among lists whose modules are all of one class
+                (other than these two), the class with the most parameters.
             ignore: with ``scan``, the attributes in which blocks may differ.
             options: other options of the wrapper, such as ``compute_dtype``, for all units.
 

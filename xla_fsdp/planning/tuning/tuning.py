@@ -133,9 +133,10 @@ class Tuning:
 
     def _remarks(self) -> list[str]:
         left = sum(not trial.tried for trial in self.trials)
+        others = "1 more candidate was" if left == 1 else f"{left} more candidates were"
         remarks = [
             f"{self.compilations} of {self.budget} compilations, {self.from_cache} of them from "
-            f"the cache; {left} more candidates were only estimated"
+            f"the cache; {others} only estimated"
             + (f", of which {_SHOWN} are shown." if left > _SHOWN else "."),
             "The first four columns of figures are of the compiled program, with plan's time "
             "model. The last two are estimates, corrected by the results of compiled candidates.",
