@@ -351,6 +351,10 @@ def test_attributes_set_on_the_wrapper_are_the_modules(rank):
     assert not hasattr(model, "note") and not hasattr(model.module, "note")
     model.eval()
     assert not model.training and not model.module.training
+    for one in (wrapped(mlp().eval()), scan_blocks([nn.Linear(WIDTH, WIDTH).eval()])):
+        assert not one.training
+        one.training = True
+        assert one.module.training
 
 
 @on_each_rank(2)

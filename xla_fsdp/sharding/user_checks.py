@@ -152,6 +152,16 @@ def _raise_compiled(name: str) -> NoReturn:
     )
 
 
+def raise_if_transformed_inside(module: str, error: RuntimeError) -> None:
+    """Raises RuntimeError from ``error`` if a forward calls what torch.func transforms."""
+    if "support saved tensor hooks" in str(error) and error.__cause__ is None:
+        raise RuntimeError(
+            f"{error}\nThe forward of {module}, which is wrapped, calls grad, vjp, jacrev or "
+            "hessian of torch.func, which do not support the hooks by which gathered parameters "
+            "are freed. Call torch.autograd.grad(outputs, inputs, create_graph=True) there"
+        ) from error
+
+
 class InputDeviceError(RuntimeError):
     """The forward of a wrapped module failed, and some inputs are not on its device."""
 
@@ -244,6 +254,12 @@ def require_shardable_parameters(path: str, module: nn.Module) -> None:
         if parameter is None or known:
             continue
         kind, called = type(parameter), dotted(path, key)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"parameter {called!r} is of a module that torch.jit made, in which it cannot be "
+                "replaced by shards. Wrap the module that torch.jit was given, or exclude this one "
+                "from sharding with ignored_modules"
+            )
         if issubclass(kind, ShardedParameter):
             raise RuntimeError(
                 f"parameter {called!r} is the shard of a wrapper that no longer exists, so "
