@@ -367,6 +367,10 @@ def test_likely_mistakes_are_told_of(rank):
     late.module.add_module("late", nn.Linear(3, 3).to("xla"))
     with every_rank_warns(rank, "'late.weight', 'late.bias' came into the model after"):
         late(here(rank))
+    shared = mlp()
+    shared[1][0].weight.data = shared[0].weight.data
+    with every_rank_warns(rank, "'0.weight' and '1.0.weight' are different, but share memory"):
+        wrapped(shared)
     model = built()
     with warnings_of_ranks(rank) as found:
         model(here(rank))

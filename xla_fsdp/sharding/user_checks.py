@@ -162,6 +162,23 @@ def raise_if_transformed_inside(module: str, error: RuntimeError) -> None:
         ) from error
 
 
+def warn_if_memory_is_shared(named: dict[nn.Parameter, str]) -> None:
+    """Warns of different parameters in the same memory, as ``a.data = b.data`` makes them."""
+    first: dict[int, str] = {}
+    for parameter, name in named.items():
+        if parameter.device.type != "cpu" or not parameter.numel():
+            continue
+        other = first.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            warnings.warn(
+                f"parameters {other!r} and {name!r} are different, but share memory, so that "
+                "without wrapping a change of one is a change of the other. After wrapping they "
+                "are separate. Assign one nn.Parameter to both modules before wrapping, or copy "
+                "one (parameter.data = parameter.data.clone())",
+                stacklevel=2,
+            )
+
+
 class InputDeviceError(RuntimeError):
     """The forward of a wrapped module failed, and some inputs are not on its device."""
 
