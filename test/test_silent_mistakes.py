@@ -371,6 +371,10 @@ def test_likely_mistakes_are_told_of(rank):
     shared[1][0].weight.data = shared[0].weight.data
     with every_rank_warns(rank, "'0.weight' and '1.0.weight' are different, but share memory"):
         wrapped(shared)
+    blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    blocks[1].weight.data = blocks[0].weight.data
+    with every_rank_warns(rank, "'0.weight' and '1.weight' are different, but share memory"):
+        scan_blocks(blocks)
     model = built()
     with warnings_of_ranks(rank) as found:
         model(here(rank))

@@ -32,7 +32,6 @@ from .user_checks import (
     compare_initial_weights,
     log_slices,
     raise_if_on_other_device,
-    raise_if_transformed_inside,
     require_all_sharded,
     require_plain_call,
     require_uncompiled,
@@ -119,7 +118,6 @@ class FSDPState(Unit):
                 warn_if_elsewhere(called, (args, kwargs), elsewhere, self.world.device)
             keep = stays
         except RuntimeError as error:
-            raise_if_transformed_inside(called, error)
             raise_if_on_other_device(called, (args, kwargs), self.world.device, error)
             raise
         finally:

@@ -152,16 +152,6 @@ def _raise_compiled(name: str) -> NoReturn:
     )
 
 
-def raise_if_transformed_inside(module: str, error: RuntimeError) -> None:
-    """Raises RuntimeError from ``error`` if a forward calls what torch.func transforms."""
-    if "support saved tensor hooks" in str(error) and error.__cause__ is None:
-        raise RuntimeError(
-            f"{error}\nThe forward of {module}, which is wrapped, calls grad, vjp, jacrev or "
-            "hessian of torch.func, which do not support the hooks by which gathered parameters "
-            "are freed. Call torch.autograd.grad(outputs, inputs, create_graph=True) there"
-        ) from error
-
-
 def warn_if_memory_is_shared(named: dict[nn.Parameter, str]) -> None:
     """Warns of different parameters in the same memory, as ``a.data = b.data`` makes them."""
     first: dict[int, str] = {}
