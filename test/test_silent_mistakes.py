@@ -351,6 +351,10 @@ def test_attributes_set_on_the_wrapper_are_the_modules(rank):
     assert not hasattr(model, "note") and not hasattr(model.module, "note")
     model.eval()
     assert not model.training and not model.module.training
+    for one in (wrapped(mlp().eval()), scan_blocks([nn.Linear(WIDTH, WIDTH).eval()])):
+        assert not one.training
+        one.training = True
+        assert one.module.training
 
 
 @on_each_rank(2)
@@ -363,6 +367,14 @@ def test_likely_mistakes_are_told_of(rank):
     late.module.add_module("late", nn.Linear(3, 3).to("xla"))
     with every_rank_warns(rank, "'late.weight', 'late.bias' came into the model after"):
         late(here(rank))
+    shared = mlp()
+    shared[1][0].weight.data = shared[0].weight.data
+    with every_rank_warns(rank, "'0.weight' and '1.0.weight' are different, but share memory"):
+        wrapped(shared)
+    blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    blocks[1].weight.data = blocks[0].weight.data
+    with every_rank_warns(rank, "'0.weight' and '1.weight' are different, but share memory"):
+        scan_blocks(blocks)
     model = built()
     with warnings_of_ranks(rank) as found:
         model(here(rank))

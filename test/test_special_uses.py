@@ -484,6 +484,46 @@ def test_graphs_for_export_are_refused(rank):
     torch_xla.sync()
 
 
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("gain", torch.full((3,), 2.0))
+
+    def forward(self, x):
+        return x * self.gain
+
+
+@on_each_rank(1)
+def test_modules_made_by_torch_jit(rank):
+    for wrap in (FSDP, xla_fsdp.fully_shard, xla_fsdp.checkpoint_module):
+        plain, model = (nn.Sequential(*mlp(), torch.jit.script(Buffered())) for _ in range(2))
+        model = FSDP(wrap(model)) if wrap is xla_fsdp.checkpoint_module else wrap(model)
+        assert_same_backward(model, plain, rank)
+        found = xla_fsdp.full_state_dict(model)
+        torch.testing.assert_close(found, plain.state_dict(), rtol=0, atol=0)
+    for make in (torch.jit.script, lambda layer: torch.jit.trace(layer, inputs(rank))):
+        model = nn.Sequential(make(nn.Linear(WIDTH, WIDTH)))
+        raises(TypeError, "'0.weight' is of a module that torch.jit made, .*ignored", FSDP, model)
+        FSDP(model.to("xla"), ignored_modules=[model[0]])(here(rank))  # the remedy
+
+
+@pytest.mark.parametrize("wrap", [FSDP, xla_fsdp.fully_shard])
+@on_each_rank(2)
+def test_gated_recurrent_units(rank, wrap):
+    """torch_xla replaces nn.GRU by a loop, which it traces with tensors that have no values.
+
+    Its gradients of several layers are wrong if inputs are as wide as states: docs/reference.
+    """
+
+    def model(kind):
+        return Computes(lambda self, x: self.cells(x[None])[0], cells=kind(WIDTH, 5, 2))
+
+    torch.manual_seed(3)
+    plain, ours = model(torch.nn.modules.rnn.GRU), model(nn.GRU)
+    ours.load_state_dict(plain.state_dict())
+    assert_same_backward(wrap(ours), plain, rank)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_each_rank()
 def test_torch_func_is_refused(rank):

@@ -390,8 +390,9 @@ class _Buffers:
 
     def end_forward(self) -> None:
         """Drops unchanged buffers. Batch norm keeps the stamp, but on XLA its value is pending."""
+        now = self._current()
         for (owner, name), (buffer, stamp, before) in list(self._before.items()):
-            if owner._buffers.get(name) is buffer and stamps([buffer]) == stamp:
+            if now.get((owner, name)) is buffer and stamps([buffer]) == stamp:
                 on_xla = buffer.device.type == "xla"
                 same = not xlac.are_pending([buffer])[0] if on_xla else torch.equal(buffer, before)
                 if same:

@@ -68,6 +68,16 @@ class XlaFullyShardedDataParallel(ShardedModule):
         return self._fsdp_wrapped_module
 
     @property
+    def training(self) -> bool:
+        """That of the wrapped module, whose forward reads it."""
+        return self._fsdp_wrapped_module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if WRAPPED in self.__dict__.get("_modules", {}):  # else nn.Module.__init__ sets it
+            self._fsdp_wrapped_module.training = mode
+
+    @property
     def fsdp_options(self) -> FSDPOptions:
         """The options that inner wrappers inherit. Each is an attribute too."""
         return self._unit.options

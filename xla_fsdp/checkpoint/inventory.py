@@ -324,7 +324,7 @@ def _all_names(model: nn.Module) -> Iterator[str]:
             for _, inside in unit.named_slots():
                 for own in inside:
                     yield dotted(path, own)
-        for name in module._parameters:
+        for name, _ in module._parameters.items():  # one of torch.jit is no dict
             yield dotted(path, name)
 
 

@@ -347,16 +347,16 @@ def _unwrapped(model: nn.Module, values: Mapping[Entry, torch.Tensor]) -> Iterat
 def _replace_tensors(
     kind: dict[str, Any], path: str, by_name: Mapping[str, torch.Tensor], undo: ExitStack
 ) -> None:
-    for name in list(kind):
+    for name, before in list(kind.items()):
         value = by_name.get(dotted(path, name))
         if value is not None:
-            undo.callback(kind.__setitem__, name, kind[name])
+            undo.callback(kind.__setitem__, name, before)
             kind[name] = value
 
 
 def _without_wrappers(module: nn.Module, undo: ExitStack, seen: set[nn.Module]) -> nn.Module:
     """Removes wrappers around ``module`` and inside it until ``undo``. Returns the inner module."""
-    inner = module._modules.get(WRAPPED)
+    inner = module._modules[WRAPPED] if WRAPPED in module._modules else None
     if inner is not None:
         unit = unit_of(module)
         if unit is not None and unit.depth:  # scanned blocks share one

@@ -58,7 +58,7 @@ def describe(block: nn.Module) -> Described:
             for name, tensor in tensors.items():
                 own = dotted(path, name)
                 found[own] = None if tensor is None else _tensor(kind, tensor, first, own)
-        for name in module._buffers:
+        for name, _ in module._buffers.items():  # those of torch.jit are no dict
             if name in module._non_persistent_buffers_set:
                 found[f"persistence of {dotted(path, name)}"] = False
         require_no_hooks(path, module)

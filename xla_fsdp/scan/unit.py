@@ -35,7 +35,7 @@ from ..sharding.sharded_tensor import (
     sharded_tensor_of,
 )
 from ..sharding.state import FSDPState, mark_sharded
-from ..sharding.user_checks import require_shardable_parameters
+from ..sharding.user_checks import require_shardable_parameters, warn_if_memory_is_shared
 from .checks import describe, require_same, require_same_attributes
 
 
@@ -232,6 +232,13 @@ class ScanBuilder(Builder):
         )
         if not isinstance(blocks, Iterator):
             checked = list(checked)  # if one raises, no block has been changed
+            warn_if_memory_is_shared(
+                {
+                    parameter: dotted(str(number), name)
+                    for number, block in enumerate(checked)
+                    for name, parameter in block.named_parameters()
+                }
+            )
         depth = 0
         for block in checked:
             self._take(block, depth)

@@ -33,7 +33,7 @@ from .sharded_tensor import (
     sharded_tensor_of,
 )
 from .state import FSDPState, WrapperReference, mark_sharded, unique_units
-from .user_checks import require_shardable_parameters
+from .user_checks import require_shardable_parameters, warn_if_memory_is_shared
 
 SAMPLE = 1 << 16
 
@@ -91,6 +91,14 @@ class UnitBuilder(Builder):
     def build(self) -> FSDPState:
         for path, module in self._modules():
             self.paths.setdefault(module, []).append(path)
+        warn_if_memory_is_shared(
+            {
+                parameter: dotted(paths[0], name)
+                for module, paths in self.paths.items()
+                for name, parameter in self._own_parameters(module)
+                if sharded_tensor_of(parameter) is None
+            }
+        )
         if self.options.mixed_precision is not None:
             self.wide = full_precision_modules(self.options.mixed_precision, self.paths)
             compute_in_float32(self.options.mixed_precision, self.paths)

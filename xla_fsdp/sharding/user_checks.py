@@ -152,6 +152,23 @@ def _raise_compiled(name: str) -> NoReturn:
     )
 
 
+def warn_if_memory_is_shared(named: dict[nn.Parameter, str]) -> None:
+    """Warns of different parameters in the same memory, as ``a.data = b.data`` makes them."""
+    first: dict[int, str] = {}
+    for parameter, name in named.items():
+        if parameter.device.type != "cpu" or not parameter.numel():
+            continue
+        other = first.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            warnings.warn(
+                f"parameters {other!r} and {name!r} are different, but share memory, so that "
+                "without wrapping a change of one is a change of the other. After wrapping they "
+                "are separate. Assign one nn.Parameter to both modules before wrapping, or copy "
+                "one (parameter.data = parameter.data.clone())",
+                stacklevel=2,
+            )
+
+
 class InputDeviceError(RuntimeError):
     """The forward of a wrapped module failed, and some inputs are not on its device."""
 
@@ -244,6 +261,12 @@ def require_shardable_parameters(path: str, module: nn.Module) -> None:
         if parameter is None or known:
             continue
         kind, called = type(parameter), dotted(path, key)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"parameter {called!r} is of a module that torch.jit made, in which it cannot be "
+                "replaced by shards. Wrap the module that torch.jit was given, or exclude this one "
+                "from sharding with ignored_modules"
+            )
         if issubclass(kind, ShardedParameter):
             raise RuntimeError(
                 f"parameter {called!r} is the shard of a wrapper that no longer exists, so "

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import xlac
-from ...tree import tensors_in
+from ...tree import overrides_dispatch, tensors_in
 from ..rank import RankContext, current_rank
 from .session import Session
 
@@ -210,7 +210,12 @@ def reads_to_host(func: Callable, args: tuple, kwargs: dict) -> bool:
 
 
 def xla_tensors(value: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_in(value) if tensor.is_xla]
+    """Those on the device that torch_xla sees, so no FakeTensor."""
+    return [
+        tensor
+        for tensor in tensors_in(value)
+        if tensor.is_xla and not overrides_dispatch(type(tensor))
+    ]
 
 
 def _name_of_read(func: Callable) -> str:
