@@ -367,6 +367,7 @@ def test_a_stage_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
         ("--report=x.png", "must end in .json or .html"),
         ("--topology=v9-8", "'v9-8': there is no TPU family"),
         ("--report=none/x.html", "make the folder none first"),
+        ("--calibration=/tmp", "cannot write /tmp: it is a folder; name a file in it"),
     ],
 )
 def test_wrong_arguments_fail_before_the_measurement(capsys, monkeypatch, flag, said):

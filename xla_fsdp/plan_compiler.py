@@ -146,7 +146,8 @@ def _place_of(given: str) -> Path:
         lacks = "has no bin/python" if path.is_dir() else "is no file"
         raise UnusableCompilerError(
             f"compiler={given!r} {lacks}: pass a version of libtpu (tested: {', '.join(TESTED)}), "
-            f"an interpreter, or the folder of an environment made by: {COMMAND} --folder {given}"
+            "an interpreter, or the folder of an environment made by: "
+            f"{COMMAND} --folder {'FOLDER' if path.exists() else given}"
         )
     return python
 
