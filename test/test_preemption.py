@@ -261,11 +261,13 @@ def test_what_a_metadata_server_may_say(metadata):
             notice(metadata.host, "preempted", timeout=0.3)
 
 
-def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatch):
+@pytest.mark.parametrize("before", ["FALSE", google(b"", 503)])
+def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatch, before):
     monkeypatch.setattr(preemption, "_SECONDS_BETWEEN_QUESTIONS", 0.01)
     impatient = functools.partial(notice, timeout=0.1)
     monkeypatch.setattr(preemption.metadata_server, "notice", impatient)
     metadata.said["maintenance-event"] = drip(HEAD + b"\r\n", b"T")
+    metadata.said["preempted"] = before
     heard, over = queue.Queue(), threading.Event()
     threading.Thread(target=poll_metadata_server, args=(metadata.host, heard.put, over)).start()
     assert comes(lambda: sum(path.endswith("preempted") for path, _ in metadata.asked) >= 2)

@@ -304,7 +304,10 @@ _signals = _Signals()
 
 
 def poll_metadata_server(host: str, callback: Callable[[str], None], over: threading.Event) -> None:
-    """Reports announcements that are new since the start, until ``over``."""
+    """Reports announcements that are new since the start, until ``over``.
+
+    One that stands when a server without answers answers first is new.
+    """
     known: dict[str, str | None] = {}
     pause = 0.0
     while not over.wait(pause):
@@ -314,6 +317,7 @@ def poll_metadata_server(host: str, callback: Callable[[str], None], over: threa
             try:
                 value = metadata_server.notice(host, key)
             except OSError:
+                known.setdefault(key, None)
                 continue
             if value is not None and value != known.get(key, value):
                 callback(f"{key} {value}")
