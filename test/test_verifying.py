@@ -211,6 +211,7 @@ def test_a_report_is_told_kept_and_drawn(tmp_path):
     assert HOSTILE not in page and "<td>equal</td><td>report it</td>" in page
     assert "all-reduce, y, 4" in page and "150.00 TFLOP/s" in page
     assert "http:" not in page and "https:" not in page
+    dataclasses.replace(found, findings=()).plot(tmp_path / "v.html")  # no stage that judges
     with pytest.raises(ValueError, match="allowed is .html"):
         found.plot(tmp_path / "v.png")
 
