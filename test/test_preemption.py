@@ -283,6 +283,9 @@ def test_wrong_use_is_told():
     for signals in (15, (999,), "TERM", (signal.SIGTERM, signal.SIGKILL)):
         with pytest.raises(ValueError, match="signals must be signals that a process can handle"):
             xla_fsdp.Preemption(signals=signals)
+    for host in (5, "http://metadata.google.internal"):  # was never heard, silently
+        with pytest.raises(ValueError, match="must be HOST or HOST:PORT, without http://"):
+            xla_fsdp.Preemption(metadata_server=host)
     with xla_fsdp.Preemption() as preempted, pytest.raises(RuntimeError, match="without a notice"):
         preempted.exit()
 

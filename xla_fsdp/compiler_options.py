@@ -99,14 +99,19 @@ def accepted(
 
 def limit_scoped_vmem(kib: int) -> Mapping[str, str]:
     """The option that gives one operation up to ``kib`` KiB of VMEM."""
+    if type(kib) is not int or kib < 1:
+        raise ValueError(f"kib must be a number of KiB from 1 on, such as 49152, got {kib!r}")
     return {_VMEM: str(kib)}
 
 
 def for_large_matmuls(family: str | None = None) -> Mapping[str, str]:
     """For programs whose activations do not fit into VMEM anyway: ``Chip.scoped_vmem_kib``.
 
-    ``family``: such as "v6e"; default: this host's. Nothing on v2, v3, v4 and without TPU.
+    ``family``: such as "v6e"; default: this host's. Nothing on v2, v3, v4 and without TPU. Raises
+    ValueError for an unknown family.
     """
+    if family and family not in CHIPS:
+        raise ValueError(f"family must be one of {', '.join(CHIPS)}, got {family!r}")
     chip = CHIPS.get(family) if family else this_hosts_chip()
     return limit_scoped_vmem(chip.scoped_vmem_kib) if chip and chip.scoped_vmem_kib else {}
 

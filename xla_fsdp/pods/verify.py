@@ -136,8 +136,8 @@ def _require_known(
         raise ValueError(f"num_devices must be a number of ranks from 1 on, got {num_devices!r}")
     if platform_of_ranks() == "CPU":
         _runtime.size_for(num_devices)
-    if not seconds >= _SHORTEST:
-        raise ValueError(f"seconds must be at least {_SHORTEST:.0f}, got {seconds}")
+    if not isinstance(seconds, (int, float)) or not seconds >= _SHORTEST:
+        raise ValueError(f"seconds must be at least {_SHORTEST:.0f}, got {seconds!r}")
     if xlac.runtime_has_started():
         raise RuntimeError(
             "this process has already started XLA's runtime, which occupies the devices that the "
