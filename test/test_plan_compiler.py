@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -144,12 +145,16 @@ class TestInstalling:
         assert install(folder=tmp_path / "env") == tmp_path / "env"
         assert path.exists()
 
-    def test_the_command(self, tmp_path, capsys):
+    def test_the_command(self, tmp_path, capsys, monkeypatch):
         assert plan_compiler.main(["show"]) == 0
         assert f"libtpu {OWN}" in capsys.readouterr().out
         assert plan_compiler.main(["install", "--version", "1.1"]) == 2
         err = capsys.readouterr().err
         assert err.startswith("error: version '1.1'") and err.count("\n") == 1
+        monkeypatch.setattr(
+            plan_compiler, "find_compiler", mock.Mock(side_effect=KeyboardInterrupt)
+        )
+        assert plan_compiler.main(["show"]) == 130
 
 
 def step(width=1024):

@@ -327,6 +327,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (UnusableCompilerError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted, nothing installed", file=sys.stderr)
+        return 130
     return 0
 
 
