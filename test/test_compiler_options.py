@@ -15,7 +15,12 @@ from torch_xla._internal import tpu
 
 from xla_fsdp import XlaFullyShardedDataParallel, compiler_options, plan
 from xla_fsdp.compiled.host_options import HostOptions, host_options
-from xla_fsdp.compiler_options import OPTIONS, add_to_environment, for_large_matmuls
+from xla_fsdp.compiler_options import (
+    OPTIONS,
+    add_to_environment,
+    for_large_matmuls,
+    limit_scoped_vmem,
+)
 from xla_fsdp.planning.compiling.compiler import Target
 from xla_fsdp.planning.compiling.progress import Progress
 from xla_fsdp.planning.tracing.traced import PartitionedProgram
@@ -179,6 +184,11 @@ def test_options_for_large_matmuls_are_those_of_the_chips(tmp_path, monkeypatch)
         assert compiler_options.this_hosts_chip(tmp_path) is None
 
     assert for_large_matmuls("v3") == for_large_matmuls("v4") == {}
+    with pytest.raises(ValueError, match=r"family must be one of .*v5e.*, got 'v5litepod'"):
+        for_large_matmuls("v5litepod")  # set nothing, silently
+    for kib in (0, "49152"):
+        with pytest.raises(ValueError, match="kib must be a number of KiB from 1 on"):
+            limit_scoped_vmem(kib)
     monkeypatch.setattr(compiler_options, "this_hosts_chip", lambda: None)
     assert for_large_matmuls() == {}
     monkeypatch.setattr(compiler_options, "this_hosts_chip", lambda: CHIPS["v6e"])

@@ -136,5 +136,6 @@ def test_wrong_use_is_told():
     for every in (0, True, 1.5):
         with pytest.raises(ValueError, match="every must be an int of at least 1"):
             xla_fsdp.detect_divergence(model, every)
-    with pytest.raises(ValueError, match="rtol must be at least 0"):
-        xla_fsdp.detect_divergence(model, rtol=1.0)
+    for rtol in (1.0, "0.1"):
+        with pytest.raises(ValueError, match="rtol must be at least 0"):
+            xla_fsdp.detect_divergence(model, rtol=rtol)

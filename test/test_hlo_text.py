@@ -364,6 +364,7 @@ allocation 0: size 4096, parameter 0, shape |f32[8,128]| at ShapeIndex {}, maybe
 allocation 1: size 4096, parameter 1, shape |f32[8,128]| at ShapeIndex {}:
  value: <2 q @0> (size=4096,offset=0): f32[8,128]{1,0}
 allocation 2: size 512, maybe-live-out:
+ value: <11 i @0> (size=4,offset=0): s32[]
  value: <8 s @0> (size=512,offset=0): f32[128]{0}
 allocation 3: size 64, constant:
  value: <3 c @0> (size=64,offset=0): s32[]
@@ -403,6 +404,7 @@ HloLiveRange (max 9):
     d{}:7-8
     s{}:8-9
     o{}:9-9
+    i{}:8-8
   Live ranges at 6 (peak):
     u{}: 8192 bytes (cumulative: 8192 bytes)
 """
@@ -439,6 +441,7 @@ def test_buffers():
     )  # fmt: skip
     assert schedule.peak_index == 5
     assert {b.name for b in schedule.live_at_peak()} == {"w", "q", "u", "b"}
+    assert "f32[128]" in {b.shape for b in schedule.buffers}  # of the output, not what was before
     named = {b.name: (b.phase, b.module) for b in schedule.buffers}
     assert named["u"] == ("forward", "x.y") and named["w"][1] == "w"
     for damaged in ("", "BufferAssignment:\n", "HloModule m"):

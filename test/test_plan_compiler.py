@@ -1,9 +1,11 @@
 """The compiler of a plan: which one it is, how it is installed, and errors where it is none."""
 
 import json
+import os
 import re
 import sys
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -70,7 +72,7 @@ class TestFinding:
             ("0.0.51", rf"compiler='0.0.51' is not installed: {COMMAND}$"),
             ("0.0.33", r"'0.0.33' is not installed and was not tested: pass one of 0.0.51, "),
             ("libtpu-51", r"compiler='libtpu-51' is no file: .*tested: 0.0.51, 0.0.21"),
-            ("/tmp", r"compiler='/tmp' has no bin/python: .* --folder /tmp"),
+            ("/tmp", r"compiler='/tmp' has no bin/python: .* --folder FOLDER$"),
             ("/etc/passwd", r"/etc/passwd does not run as a Python interpreter \(.*denied"),
             (["echo gone >&2; exit 3"], r"exit status 3 \(gone\): install one"),
             (["echo hello"], r"does not run as a Python interpreter"),
@@ -104,19 +106,29 @@ class TestInstalling:
         ("options", "message"),
         [
             ({"version": "0.0.1"}, "'0.0.1' of libtpu was not tested: pass one of 0.0.51, 0.0.21"),
-            ({"python": "/bin/false"}, r"venv failed with /bin/false"),
+            ({"python": "/bin/false"}, r"venv failed with /bin/false \(no message\)"),
+            ({"folder": ".", "python": "/bin/false"}, "venv failed"),
+            ({"folder": ""}, "--folder is empty"),
             ({"python": "/no/python"}, r"/no/python does not run .*another --python"),
         ],
     )
-    def test_what_fails(self, tmp_path, options, message):
+    def test_what_fails(self, tmp_path, monkeypatch, options, message):
+        monkeypatch.chdir(tmp_path)
         with pytest.raises(UnusableCompilerError, match=message) as info:
             install(**{"folder": tmp_path / "new", **options})
         assert "\n" not in str(info.value)
         assert not any(tmp_path.iterdir())  # nothing half made
 
+    def test_a_user_without_a_home_folder(self, monkeypatch, capsys):
+        for name in ("HOME", "XDG_CACHE_HOME", "XLA_FSDP_COMPILERS"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)
+        assert plan_compiler.main(["install"]) == 2  # made a folder that was called "~"
+        assert "set HOME or XDG_CACHE_HOME" in capsys.readouterr().err
+
     def test_a_folder_of_something_else(self, tmp_path):
         (tmp_path / "notes").write_text("keep")
-        with pytest.raises(UnusableCompilerError, match="is no virtual environment: remove it"):
+        with pytest.raises(UnusableCompilerError, match="is no virtual environment: pass another"):
             install(folder=tmp_path)
 
     @pytest.mark.slow
@@ -133,12 +145,16 @@ class TestInstalling:
         assert install(folder=tmp_path / "env") == tmp_path / "env"
         assert path.exists()
 
-    def test_the_command(self, tmp_path, capsys):
+    def test_the_command(self, tmp_path, capsys, monkeypatch):
         assert plan_compiler.main(["show"]) == 0
         assert f"libtpu {OWN}" in capsys.readouterr().out
         assert plan_compiler.main(["install", "--version", "1.1"]) == 2
         err = capsys.readouterr().err
         assert err.startswith("error: version '1.1'") and err.count("\n") == 1
+        monkeypatch.setattr(
+            plan_compiler, "find_compiler", mock.Mock(side_effect=KeyboardInterrupt)
+        )
+        assert plan_compiler.main(["show"]) == 130
 
 
 def step(width=1024):

@@ -261,11 +261,13 @@ def test_what_a_metadata_server_may_say(metadata):
             notice(metadata.host, "preempted", timeout=0.3)
 
 
-def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatch):
+@pytest.mark.parametrize("before", ["FALSE", google(b"", 503)])
+def test_one_answer_that_never_ends_does_not_hide_the_other(metadata, monkeypatch, before):
     monkeypatch.setattr(preemption, "_SECONDS_BETWEEN_QUESTIONS", 0.01)
     impatient = functools.partial(notice, timeout=0.1)
     monkeypatch.setattr(preemption.metadata_server, "notice", impatient)
     metadata.said["maintenance-event"] = drip(HEAD + b"\r\n", b"T")
+    metadata.said["preempted"] = before
     heard, over = queue.Queue(), threading.Event()
     threading.Thread(target=poll_metadata_server, args=(metadata.host, heard.put, over)).start()
     assert comes(lambda: sum(path.endswith("preempted") for path, _ in metadata.asked) >= 2)
@@ -281,6 +283,9 @@ def test_wrong_use_is_told():
     for signals in (15, (999,), "TERM", (signal.SIGTERM, signal.SIGKILL)):
         with pytest.raises(ValueError, match="signals must be signals that a process can handle"):
             xla_fsdp.Preemption(signals=signals)
+    for host in (5, "http://metadata.google.internal"):  # was never heard, silently
+        with pytest.raises(ValueError, match="must be HOST or HOST:PORT, without http://"):
+            xla_fsdp.Preemption(metadata_server=host)
     with xla_fsdp.Preemption() as preempted, pytest.raises(RuntimeError, match="without a notice"):
         preempted.exit()
 

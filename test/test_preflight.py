@@ -212,6 +212,7 @@ def test_without_the_extra(preflight, monkeypatch):
         (("--tpu=a/b",), "'a/b' is not a valid name"),
         (("--timeout=nan",), "--timeout"),
         (("--retries=-1",), "--retries"),
+        (("--world_size=1.5",), "'1.5' is not a whole number from 1"),
         (("--world_size=many",), "--world_size"),
         (("--discovery_url=http://[::1",), "--discovery_url 'http://[::1': Invalid IPv6 URL; give"),
         (("--discovery_url=nourl",), "'nourl': it starts with neither http:// nor https://"),

@@ -251,9 +251,15 @@ def test_other_suffixes_missing_folders_and_failed_writes(tmp_path, monkeypatch)
     for write in (make().save, make().plot):
         with pytest.raises(FileNotFoundError, match="make the folder"):
             write(tmp_path / "none" / "plan.html")
+        with pytest.raises(IsADirectoryError, match="is a folder; name a file in it"):
+            write(tmp_path)
     path = tmp_path / "plan.json"
     make().save(path)
 
+    monkeypatch.setattr(os, "access", lambda *of: False)
+    with pytest.raises(PermissionError, match="is read-only; name another"):
+        make().save(path)
+    monkeypatch.undo()
     monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         make(title="new").save(path)

@@ -1,6 +1,7 @@
 """A trace: recorded with the names of a plan, matched with a plan, drawn; of others, refused."""
 
 import dataclasses
+import io
 import json
 import random
 from collections import OrderedDict
@@ -54,7 +55,7 @@ def test_a_damaged_trace_is_refused(tmp_path):
         refusal(report, path)
 
 
-def test_what_is_no_trace_is_refused(tmp_path, capsys):
+def test_what_is_no_trace_is_refused(tmp_path, capsys, monkeypatch):
     make().save(tmp_path / "plan.json")
     for report in (refused(), given_up()):
         raises(ValueError, "nothing to compare a trace with. No", report.compare_trace, tmp_path)
@@ -64,6 +65,9 @@ def test_what_is_no_trace_is_refused(tmp_path, capsys):
         assert f"{folder}: has no trace" in said and said.count("\n") == 1
     assert main([str(tmp_path / "nowhere.json")]) == 2
     assert "Pass one that Report.save wrote" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))  # has no "×"
+        assert main([str(tmp_path / "plan.json")]) == 0
     assert main([str(tmp_path / "plan.json")]) == 0
     assert capsys.readouterr().out == f"{make()}\n"
 

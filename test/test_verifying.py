@@ -211,6 +211,7 @@ def test_a_report_is_told_kept_and_drawn(tmp_path):
     assert HOSTILE not in page and "<td>equal</td><td>report it</td>" in page
     assert "all-reduce, y, 4" in page and "150.00 TFLOP/s" in page
     assert "http:" not in page and "https:" not in page
+    dataclasses.replace(found, findings=()).plot(tmp_path / "v.html")  # no stage that judges
     with pytest.raises(ValueError, match="allowed is .html"):
         found.plot(tmp_path / "v.png")
 
@@ -331,6 +332,12 @@ def test_the_steps_of_a_tpu_are_judged_beside_their_plans(run_ranks, tmp_path, m
     assert "HBM of small" in str(found)
 
 
+def test_sizes_of_another_device_are_told_of(run_ranks, tmp_path):
+    on_two_ranks(run_ranks, tmp_path, "steps", sizes=("4 x 1024",))  # ran nothing, silently
+    (found,) = read_notes(tmp_path, "finding")
+    assert found.found == "4 x 1024 runs on another kind of device; here: 2 x 64, 3 x 64, 2 x 128"
+
+
 def test_a_step_that_cannot_be_planned_is_told_of(tmp_path, monkeypatch):
     refuse = mock.Mock(side_effect=MissingExtraError("plan needs jax"))
     monkeypatch.setattr("xla_fsdp.planning.api.plan", refuse)
@@ -375,9 +382,11 @@ def test_a_stage_without_enough_time_is_reported_with_what_helps(tmp_path, monke
     [
         ("--seconds=1", "seconds must be at least 30, got 1"),
         ("--num_devices=0", "num_devices must be a number of ranks from 1 on, got 0"),
+        ("--num_devices=99", "num_devices must be an int from 1 to 8 on CPU, got 99"),
         ("--report=x.png", "must end in .json or .html"),
         ("--topology=v9-8", "'v9-8': there is no TPU family"),
         ("--report=none/x.html", "make the folder none first"),
+        ("--calibration=/tmp", "cannot write /tmp: it is a folder; name a file in it"),
     ],
 )
 def test_wrong_arguments_fail_before_the_measurement(capsys, monkeypatch, flag, said):

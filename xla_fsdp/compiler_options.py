@@ -53,7 +53,10 @@ _BESIDE_ELEMENTS = "xla_tpu_enable_async_collective_fusion_fuse_kloop_fusions"
 
 
 class RefusedOptionError(ValueError):
-    """libtpu does not accept a value or the form of a flag in ``LIBTPU_INIT_ARGS``."""
+    """libtpu does not accept a value or the form of a flag.
+
+    The flag is in ``LIBTPU_INIT_ARGS`` or in ``plan(compiler_options=)``.
+    """
 
 
 def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
@@ -69,16 +72,20 @@ def add_to_environment(options: Mapping[str, str] = OPTIONS) -> None:
     os.environ[ARGUMENTS], _ = accepted(libtpu_init_args(given, options))
 
 
-def accepted(arguments: str, libtpu: str | None = None) -> tuple[str, tuple[str, ...]]:
+def accepted(
+    arguments: str, libtpu: str | None = None, named: str = ARGUMENTS
+) -> tuple[str, tuple[str, ...]]:
     """``arguments`` that a libtpu takes, and the flags in them that it will ignore, with a warning.
 
-    ``libtpu``: its path, or this environment's. Without libtpu all flags count as known. Raises
-    RefusedOptionError for a value or form that it refuses.
+    ``libtpu``: its path, or this environment's. Without libtpu all flags count as known.
+    ``named``: where the flags are from. Raises RefusedOptionError for a value or form that it
+    refuses.
     """
     refused = refusal(arguments, libtpu or library())
     if refused.illegal:
         raise RefusedOptionError(
-            f"libtpu refuses LIBTPU_INIT_ARGS={arguments!r}: {'; '.join(refused.illegal)}"
+            f"libtpu refuses {named}={arguments!r}: {'; '.join(refused.illegal)}; correct it, or "
+            "leave it out"
         )
     if refused.unknown:
         warnings.warn(
@@ -92,14 +99,19 @@ def accepted(arguments: str, libtpu: str | None = None) -> tuple[str, tuple[str,
 
 def limit_scoped_vmem(kib: int) -> Mapping[str, str]:
     """The option that gives one operation up to ``kib`` KiB of VMEM."""
+    if type(kib) is not int or kib < 1:
+        raise ValueError(f"kib must be a number of KiB from 1 on, such as 49152, got {kib!r}")
     return {_VMEM: str(kib)}
 
 
 def for_large_matmuls(family: str | None = None) -> Mapping[str, str]:
     """For programs whose activations do not fit into VMEM anyway: ``Chip.scoped_vmem_kib``.
 
-    ``family``: such as "v6e"; default: this host's. Nothing on v2, v3, v4 and without TPU.
+    ``family``: such as "v6e"; default: this host's. Nothing on v2, v3, v4 and without TPU. Raises
+    ValueError for an unknown family.
     """
+    if family and family not in CHIPS:
+        raise ValueError(f"family must be one of {', '.join(CHIPS)}, got {family!r}")
     chip = CHIPS.get(family) if family else this_hosts_chip()
     return limit_scoped_vmem(chip.scoped_vmem_kib) if chip and chip.scoped_vmem_kib else {}
 
@@ -129,7 +141,7 @@ def main() -> int:
     try:
         print(accepted(libtpu_init_args(os.environ.get(ARGUMENTS, "")))[0])
     except RefusedOptionError as error:
-        print(f"error: {error}; correct or unset it", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

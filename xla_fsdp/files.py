@@ -9,8 +9,16 @@ from typing import Any
 
 
 def default_cache_folder(name: str) -> Path:
-    """``$XDG_CACHE_HOME/xla_fsdp/name``; without the variable in ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    """``$XDG_CACHE_HOME/xla_fsdp/name``; without the variable in ``~/.cache``.
+
+    Raises FileNotFoundError for a user without a home folder.
+    """
+    base = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if base.startswith("~"):
+        raise FileNotFoundError(
+            f"the default folder for {name} cannot be found, because this user has no home folder:"
+            " set HOME or XDG_CACHE_HOME to a folder, or pass another one"
+        )
     return Path(base) / "xla_fsdp" / name
 
 

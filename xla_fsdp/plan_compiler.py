@@ -99,7 +99,7 @@ def refusal_of(libtpu: str, slice: str, message: str = "") -> str:
 
 def folder_of_compilers() -> Path:
     if os.environ.get(FOLDER):
-        return Path(os.environ[FOLDER])
+        return Path(os.path.expanduser(os.environ[FOLDER]))
     return default_cache_folder("compilers")
 
 
@@ -146,7 +146,8 @@ def _place_of(given: str) -> Path:
         lacks = "has no bin/python" if path.is_dir() else "is no file"
         raise UnusableCompilerError(
             f"compiler={given!r} {lacks}: pass a version of libtpu (tested: {', '.join(TESTED)}), "
-            f"an interpreter, or the folder of an environment made by: {COMMAND} --folder {given}"
+            "an interpreter, or the folder of an environment made by: "
+            f"{COMMAND} --folder {'FOLDER' if path.exists() else given}"
         )
     return python
 
@@ -233,12 +234,15 @@ def install(
             "plan(compiler=...)"
         )
     release = TESTED[version]
+    if folder is not None and not os.fspath(folder):
+        raise UnusableCompilerError("--folder is empty: pass a path, or leave it out")
     place = Path(folder) if folder is not None else folder_of_compilers() / version
+    place = Path(os.path.abspath(place.expanduser()))  # "." has no name
     if _python_in(place).is_file():
         return place
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise UnusableCompilerError(
-            f"{place} exists and is no virtual environment: remove it, or pass another --folder"
+            f"{place} exists and is no virtual environment: pass another --folder, or remove this"
         )
     interpreter = python or _interpreter_of(release.python)
     partial = place.with_name(f".{place.name}.{uuid.uuid4().hex}.partial")
@@ -269,7 +273,7 @@ def _require_done(command: list[str], what: str) -> None:
             f"{command[0]} does not run ({error.strerror}): pass another --python"
         ) from error
     if done.returncode != 0:
-        lines = (done.stderr or done.stdout).strip().splitlines()
+        lines = (done.stderr or done.stdout or "no message").strip().splitlines()
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
         raise UnusableCompilerError(
             f"{what} failed with {command[0]} ({to_one_line('; '.join(errors), 300)}): check "
@@ -308,7 +312,8 @@ def main(arguments: list[str] | None = None) -> int:
     make = commands.add_parser("install", help="make an environment with jax and libtpu")
     newest = next(iter(TESTED))
     make.add_argument("--version", default=newest, help=f"of libtpu: {', '.join(TESTED)}")
-    make.add_argument("--folder", help=f"default: {folder_of_compilers()}/VERSION")
+    help = f"default: ${FOLDER}/VERSION, or ~/.cache/xla_fsdp/compilers/VERSION"
+    make.add_argument("--folder", help=help)
     make.add_argument("--python", help="interpreter to make it with; default: the tested release")
     commands.add_parser("show", help="print the compiler that a plan uses by default")
     given = parser.parse_args(arguments)
@@ -319,9 +324,12 @@ def main(arguments: list[str] | None = None) -> int:
             found = find_compiler()
             versions = ", ".join(f"{name} {value}" for name, value in found.versions.items())
             print(f"{found.python}: {versions}")
-    except UnusableCompilerError as error:
+    except (UnusableCompilerError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted, nothing installed", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -66,7 +66,8 @@ def host_options(
     if further:
         arguments = with_last(arguments, further)
         whose |= dict.fromkeys(further, "compiler_options")
-    arguments, unknown = accepted(arguments, libtpu)
+    named = f"compiler_options, after {ARGUMENTS}" if further else ARGUMENTS
+    arguments, unknown = accepted(arguments, libtpu, named)
     if wrong := set(further or ()).intersection(unknown):
         dashes = any(name.startswith("-") for name in wrong)
         raise ValueError(

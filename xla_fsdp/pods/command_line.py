@@ -190,7 +190,8 @@ def _number_type(convert: Callable[[str], float], least: float) -> Callable[[str
             value = convert(text)
             if least <= value <= _MOST:  # not NaN
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {_MOST}")
+        kind = "whole number" if convert is int else "number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} from {least} to {_MOST}")
 
     return read
 

@@ -92,7 +92,7 @@ class detect_divergence:
             raise TypeError(f"model must be a module, got {type(model).__name__}")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be an int of at least 1, got {every!r}")
-        if not 0.0 <= rtol < 1.0:
+        if not isinstance(rtol, (int, float)) or not 0.0 <= rtol < 1.0:
             raise ValueError(f"rtol must be at least 0 and less than 1, got {rtol!r}")
         self._model, self._every, self._rtol = model, every, rtol
         self._step = 1

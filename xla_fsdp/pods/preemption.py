@@ -55,7 +55,8 @@ class Preemption:
         reason: the notice, and its rank; ``None`` before there is one.
 
     Raises:
-        ValueError: ``grace`` is not a positive number, or a process cannot handle ``signals``.
+        ValueError: ``grace`` is not a positive number, a process cannot handle ``signals``, or
+            ``metadata_server`` is no host.
         RuntimeError: the ranks have no store that they share.
     """
 
@@ -78,6 +79,15 @@ class Preemption:
                 "signals must be signals that a process can handle, such as (signal.SIGTERM,), got "
                 f"{signals!r}"
             )
+        host = metadata_server
+        if host is None:
+            google = "metadata.google.internal" if xr.device_type() == "TPU" else ""
+            host = os.environ.get("GCE_METADATA_HOST", "").strip() or google
+        if not isinstance(host, str) or set(host) & set("/ "):
+            raise ValueError(
+                "metadata_server (or GCE_METADATA_HOST) must be HOST or HOST:PORT, without http://,"
+                f" or '' for none; got {host!r}"
+            )
         self.reason: str | None = None
         self._grace = float(grace)
         self._over = threading.Event()
@@ -87,10 +97,6 @@ class Preemption:
         self._agreement = _Agreement(channel, self._on_notice)
         request = self._agreement.request_stop
         self._end_listening = [_signals.listen(each, request) for each in notices]
-        host = metadata_server
-        if host is None:
-            google = "metadata.google.internal" if xr.device_type() == "TPU" else ""
-            host = os.environ.get("GCE_METADATA_HOST", "").strip() or google
         if host:
             self._start_thread("metadata", poll_metadata_server, host, request, self._over)
 
@@ -304,7 +310,10 @@ _signals = _Signals()
 
 
 def poll_metadata_server(host: str, callback: Callable[[str], None], over: threading.Event) -> None:
-    """Reports announcements that are new since the start, until ``over``."""
+    """Reports announcements that are new since the start, until ``over``.
+
+    One that stands when a server without answers answers first is new.
+    """
     known: dict[str, str | None] = {}
     pause = 0.0
     while not over.wait(pause):
@@ -314,6 +323,7 @@ def poll_metadata_server(host: str, callback: Callable[[str], None], over: threa
             try:
                 value = metadata_server.notice(host, key)
             except OSError:
+                known.setdefault(key, None)
                 continue
             if value is not None and value != known.get(key, value):
                 callback(f"{key} {value}")

@@ -147,6 +147,9 @@ def _time_check(job: Job) -> Callable[[], bool]:
 def _steps(job: Job) -> Iterator[StepRun]:
     known = steps.ON_CPU if _own_chip() is None else steps.ON_TPU
     sizes = {name: size for name, size in known.items() if not job.sizes or name in job.sizes}
+    if not sizes and xr.global_ordinal() == 0:
+        found = f"{', '.join(job.sizes)} runs on another kind of device; here: {', '.join(known)}"
+        job.add("finding", skipped("steps", found))
     peaks = {} if _own_chip() is None else steps.peaks(sizes)
     has_time = _time_check(job)
     for name, size in sizes.items():

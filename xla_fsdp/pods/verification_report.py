@@ -161,5 +161,5 @@ def _verification_page(found: Verification) -> str:
     parts += [f"<p>{escape(_CPU_NOTE)}</p>"] * (found.where.family == "cpu")
     rows = tuple((f.status.value, f.name, f.found, f.expected, f.remedy) for f in found.findings)
     findings = Section("Findings", ("", "found", "expected", "remedy"), rows)
-    parts.append(tables([findings, *_verification_sections(found)]))
+    parts.append(tables([findings] * bool(rows) + _verification_sections(found)))
     return document("xla_fsdp verification", parts)

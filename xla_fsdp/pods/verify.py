@@ -18,8 +18,10 @@ from typing import Any
 import numpy
 
 from .. import xlac
+from ..compiled.cache import platform_of_ranks
 from ..extras import installed_versions
 from ..planning.reporting.tables import milliseconds
+from ..ranks.launch import _runtime
 from ..tpu.calibration import Calibration
 from ..tpu.topology import Slice, resolve
 from .commands import run_all
@@ -132,8 +134,10 @@ def _require_known(
             )
     if num_devices is not None and (type(num_devices) is not int or num_devices < 1):
         raise ValueError(f"num_devices must be a number of ranks from 1 on, got {num_devices!r}")
-    if not seconds >= _SHORTEST:
-        raise ValueError(f"seconds must be at least {_SHORTEST:.0f}, got {seconds}")
+    if platform_of_ranks() == "CPU":
+        _runtime.size_for(num_devices)
+    if not isinstance(seconds, (int, float)) or not seconds >= _SHORTEST:
+        raise ValueError(f"seconds must be at least {_SHORTEST:.0f}, got {seconds!r}")
     if xlac.runtime_has_started():
         raise RuntimeError(
             "this process has already started XLA's runtime, which occupies the devices that the "

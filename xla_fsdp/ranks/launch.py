@@ -122,8 +122,8 @@ def launch(
     count = number_of_slices(slices, size)
     if not ONE_AT_A_TIME.acquire(blocking=False):
         raise RuntimeError(
-            "another thread of this process is in launch, and only one launch can run at a time. "
-            "Wait until it has returned"
+            "this process is already launching ranks or planning; wait for that, and do not call "
+            "launch inside a step that is being planned"
         )
     try:
         return run_ranks(_runtime, fn, args, size, timeout, count)

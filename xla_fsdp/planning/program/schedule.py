@@ -286,7 +286,10 @@ def _hbm_buffers(
             values = without_overlap(one.values)
             found += [buffer(value.name, value.bytes, value, "temporary") for value in values]
         elif one.values and one.category != "constant":  # constants are part of the program
-            value, number = one.values[0], one.parameter
+            number, value = one.parameter, one.values[0]
+            if one.category == "output":  # earlier values of its memory are temporary
+                output = max(one.values, key=lambda value: value.dies)
+                value = replace(output, born=value.born)
             known = number is not None and number < len(arguments)
             name = arguments[number] if known and number is not None else ""
             found.append(buffer(name or value.name, one.bytes, value, one.category))

@@ -74,10 +74,14 @@ def _table(section: Section) -> str:
 
 
 def require_parent(path: str | os.PathLike[str]) -> Path:
-    """``path``; raises FileNotFoundError if its folder does not exist."""
+    """``path``; raises OSError if it is a folder, or if its own folder is missing or read-only."""
     place = Path(path)
     if not place.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path}: make the folder {place.parent} first")
+    if place.is_dir():
+        raise IsADirectoryError(f"cannot write {place}: it is a folder; name a file in it")
+    if not os.access(place.parent, os.W_OK):
+        raise PermissionError(f"cannot write {path}: {place.parent} is read-only; name another")
     return place
 
 

@@ -212,8 +212,9 @@ def _memory_section(report: Report) -> Section:
         known = "the known values above" if refused else "the above"
         rows.append(("required", m.required, f"sum of {known}"))
         if not refused:
-            source = "the schedule" if m.host_temporaries else by
-            rows.append(("live peak", m.peak, f"{source}, without code and fragmentation"))
+            how = "without code and fragmentation"
+            how = f"the schedule, {how}" if m.host_temporaries else f"{how}; may count VMEM"
+            rows.append(("live peak", m.peak, how))
         summed = max(report.schedule.curve, default=0)
         rows.append(("live peak, computed", summed, "sum of the live buffers in the schedule"))
     rows.append(("capacity", report.hbm_capacity, report.hbm_source))

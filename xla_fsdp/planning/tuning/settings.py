@@ -27,6 +27,7 @@ from ...scan.blocks import scan_blocks
 from ...wrap import size_based_auto_wrap_policy
 from ...wrapper import XlaFullyShardedDataParallel
 from ..compiling.plan_cache import write_whole
+from ..reporting.page import require_parent
 from ..tracing.naming import plain_name
 from .repeated_blocks import BlockRow, Blocks, find_blocks, list_of, replace_modules
 
@@ -350,7 +351,7 @@ class ShardingSettings:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the settings as JSON, atomically; FileNotFoundError if there is no such folder."""
-        write_whole(Path(path), f"{self.to_json()}\n".encode())
+        write_whole(require_parent(path), f"{self.to_json()}\n".encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardingSettings:
