@@ -189,6 +189,15 @@ class FSDPState(Unit):
         self.require_not_summoned()
         for slot in self.slots:
             if slot.module._parameters.get(slot.name) is not slot.sharded_value:
+                users = [reference.wrapper for reference in vars(slot.module)[_WRAPPERS]]
+                if len(users) - users.count(None) > 1:
+                    raise RuntimeError(
+                        f"the forward of {self.title} was called while another wrapper has "
+                        f"gathered {self.name_of(slot.index)!r}, whose "
+                        f"{type(slot.module).__name__} is part of both. Wrap that module before "
+                        "them, so that both call its wrapper. If it has no forward, let one "
+                        "wrapper shard both: exclude the inner layers from auto_wrap_policy"
+                    )
                 raise_replaced(self.name_of(slot.index))
 
     def require_not_summoned(self) -> None:
