@@ -150,6 +150,7 @@ def saves_special(rank, folder):
         save_merged(model, f"{folder}/{kind}/merged")
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 def test_adapters_with_buffers_or_not_active(run_ranks, tmp_path):
     run_ranks(saves_special, 2, str(tmp_path))
     for kind in SPECIAL:
