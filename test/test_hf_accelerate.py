@@ -371,6 +371,10 @@ def test_what_does_not_go_is_refused(rank):
     with pytest.raises(ValueError, match="name the layers"):
         accelerator.prepare(build("gpt2"))
     accelerator = accelerator_for()
+    accelerator.dataloader_config.dispatch_batches = True
+    with pytest.raises(ValueError, match="each rank reads its own batches"):
+        accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
+    accelerator = accelerator_for()
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
