@@ -343,6 +343,8 @@ def test_what_does_not_go_is_refused(rank):
         TorchDynamoPlugin,
     )
 
+    import xla_fsdp.integrations.accelerate  # noqa: F401  # its changes, if no test came before
+
     # Other ranks that read the environment while it is empty would not shard, and go on.
     if rank == 0:
         emptied = "accelerate.utils.environment.clear_environment"
