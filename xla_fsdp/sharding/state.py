@@ -189,7 +189,7 @@ class FSDPState(Unit):
         self.require_not_summoned()
         for slot in self.slots:
             if slot.module._parameters.get(slot.name) is not slot.sharded_value:
-                users = [reference.wrapper for reference in vars(slot.module)[_WRAPPERS]]
+                users = [reference.wrapper for reference in vars(slot.module).get(_WRAPPERS, ())]
                 if len(users) - users.count(None) > 1:
                     raise RuntimeError(
                         f"the forward of {self.title} was called while another wrapper has "
