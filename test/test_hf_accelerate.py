@@ -343,6 +343,8 @@ def test_what_does_not_go_is_refused(rank):
         TorchDynamoPlugin,
     )
 
+    import xla_fsdp.integrations.accelerate  # noqa: F401  # its changes, if no test came before
+
     # Other ranks that read the environment while it is empty would not shard, and go on.
     if rank == 0:
         emptied = "accelerate.utils.environment.clear_environment"
@@ -370,6 +372,10 @@ def test_what_does_not_go_is_refused(rank):
     accelerator = accelerator_for(activation_checkpointing=True)
     with pytest.raises(ValueError, match="name the layers"):
         accelerator.prepare(build("gpt2"))
+    accelerator = accelerator_for()
+    accelerator.dataloader_config.dispatch_batches = True
+    with pytest.raises(ValueError, match="each rank reads its own batches"):
+        accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
     accelerator = accelerator_for()
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())

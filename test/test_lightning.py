@@ -285,6 +285,17 @@ def test_vectors_that_no_optimizer_updates_are_refused(rank):
 
 
 @on_each_rank(2)
+def test_an_optimizer_gets_the_closure_that_it_needs(rank):
+    words = Words()
+    before = words.head.weight.norm().item()
+    words.on_before_optimizer_step = lambda optimizer: None
+    words.configure_optimizers = lambda: torch.optim.LBFGS(words.parameters(), 0.1, max_iter=2)
+    whole = TrainerStrategy(sharding_strategy="NO_SHARD")
+    fit(trainer_for(whole, max_steps=1, enable_checkpointing=False), 2, words)
+    assert words.head.weight.norm().item() != pytest.approx(before, abs=1e-5)
+
+
+@on_each_rank(2)
 def test_a_policy_is_ignored_where_layers_are_wrapped(rank):
     settings = TrainerStrategy(
         auto_wrap_policy={torch.nn.Linear}, activation_checkpointing_policy={torch.nn.Linear}

@@ -4,7 +4,15 @@ import hf_models
 import pytest
 import torch
 from on_ranks import slow
-from peft import LoraConfig, OFTConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 
 SPREAD = 0.1
@@ -117,6 +125,8 @@ def test_prompts_and_refusals(run_ranks, tmp_path):
 SPECIAL = {
     "lora": LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
     "vera": VeraConfig(r=2, target_modules=["q_proj"], init_weights=False),  # shared by layers
+    "dora": LoraConfig(r=2, use_dora=True, target_modules=["lm_head", "embed_tokens"]),
+    "adalora": AdaLoraConfig(init_r=2, total_step=9, target_modules=["q_proj"]),
     "oft": OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj"], init_weights=False),
 }
 
@@ -140,6 +150,7 @@ def saves_special(rank, folder):
         save_merged(model, f"{folder}/{kind}/merged")
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 def test_adapters_with_buffers_or_not_active(run_ranks, tmp_path):
     run_ranks(saves_special, 2, str(tmp_path))
     for kind in SPECIAL:

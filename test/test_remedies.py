@@ -286,6 +286,18 @@ def outside_in(wrong):
     trains(xla_fsdp.fully_shard(model))
 
 
+@case("'0.0.weight', which is sharded here .* wrap the module inside too, and call it")
+def module_of_two_wrappers(wrong):
+    def used_twice(shared, inner=wrap):
+        return wrap(nn.Sequential(inner(nn.Sequential(shared, nn.Linear(4, 4))), shared))
+
+    model = used_twice(nn.Linear(4, 4))
+    with wrong():
+        model(x())
+    trains(used_twice(wrap(nn.Linear(4, 4))))
+    trains(used_twice(nn.Linear(4, 4), inner=lambda layers: layers))
+
+
 @case("Taken has an attribute 'unshard', which .* would hide. Rename it, or wrap the module")
 def attribute_of_ours(wrong):
     class Taken(nn.Linear):

@@ -329,6 +329,23 @@ def _unwrap_model(
     return original(self, inner, *args, **kwargs)
 
 
+@changes.around(Accelerator, "prepare_data_loader")
+def _prepare_loader(
+    original: Any,
+    self: Accelerator,
+    data_loader: Any,
+    device_placement: bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if sharding_of(self.state) is not None and self.dispatch_batches and not device_placement:
+        raise ValueError(
+            "dispatch_batches=True needs batches that Accelerate moves to the device, which it "
+            "does not do on XLA: leave the option out, so that each rank reads its own batches"
+        )
+    return original(self, data_loader, device_placement, *args, **kwargs)
+
+
 class _LoaderPosition:
     end_of_dataloader = False
     remainder = -1

@@ -387,8 +387,10 @@ def _last_column(inputs: dict[str, Any], length: int) -> dict[str, Any]:
     if _TAKES_POSITIONS:
         found["cache_position"] = at(found["cache_position"], 0)
     for name in ("attention_mask", "decoder_attention_mask"):
+        # A mask of the encoder's output has one row for all positions.
         found[name] = map_tensors(
-            lambda mask: at(mask, 2) if mask.dim() == 4 else mask, found.get(name)
+            lambda mask: at(mask, 2) if mask.dim() == 4 and mask.shape[2] > 1 else mask,
+            found.get(name),
         )
     return {name: value for name, value in found.items() if value is not None}
 

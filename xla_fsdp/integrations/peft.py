@@ -9,12 +9,13 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from peft.config import PeftConfig
 from peft.peft_model import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.constants import SAFETENSORS_WEIGHTS_NAME
 from peft.utils.other import AuxiliaryTrainingWrapper
-from peft.utils.save_and_load import load_peft_weights
+from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 from safetensors import safe_open
 from torch import nn
 
@@ -106,11 +107,9 @@ def _load_adapter(
     }
     unknown = [name for name in found if name not in entries]
     given = {entries[name][1] for name in found if name in entries}  # layers may share buffers
-    missing = [
-        name
-        for name, (own, entry) in entries.items()
-        if entry not in given and f".{adapter_name}" in own
-    ]
+    shapes = {own: torch.empty(entry.shape, device="cpu") for own, entry in entries.values()}
+    saved = get_peft_model_state_dict(model, shapes, adapter_name, save_embedding_layers=False)
+    missing = [name for name in saved if name in entries and entries[name][1] not in given]
     if unknown or missing or not found:
         raise ValueError(
             f"{model_id} does not fit adapter {adapter_name!r}: the adapter has no {unknown[:3]}, "
@@ -218,8 +217,11 @@ def _as_without_adapters(base: nn.Module) -> dict[str, Any]:
 
 def _adapter_names(model: Any) -> Callable[[str], bool]:
     """Selects the parameters that may be saved with adapters: their own, other trainable ones, and
-    embeddings, which peft saves if they were changed."""
+    embeddings, of inputs and outputs, which peft saves if they were changed."""
     names, bases, tuners, others = [], [], [], set()
+    find_head = getattr(model.get_base_model(), "get_output_embeddings", None)
+    head = None if find_head is None else find_head()
+    heads = (head, getattr(head, "base_layer", head))
     for name, module in model.named_modules():
         if isinstance(module, BaseTuner):
             tuners.append((f"{name}.", f"{name}.model."))
@@ -227,7 +229,7 @@ def _adapter_names(model: Any) -> Callable[[str], bool]:
             names.append(f"{name}.")
             if isinstance(module, BaseTunerLayer):
                 bases.append(f"{name}.base_layer.")
-        elif isinstance(module, nn.Embedding):
+        elif isinstance(module, nn.Embedding) or module in heads:
             others.add(dotted(name, "weight"))
     others |= {name for name, shard in owned(model) if shard.holder.requires_grad}
 
@@ -244,6 +246,8 @@ def _adapter_names(model: Any) -> Callable[[str], bool]:
 def _name_in_file(adapter: str, name: str) -> str:
     """The name of the parameter ``name`` in a file, which lacks the adapter's name."""
     name = name.replace(f".modules_to_save.{adapter}.", ".")
+    if name.endswith(f".lora_magnitude_vector.{adapter}.weight"):
+        return name.removesuffix(f".{adapter}.weight")  # the format of before it was a module
     parts = name.split(".")  # the adapter's name is the last part, or the last but one
     return ".".join(parts[:-2] + [part for part in parts[-2:] if part != adapter])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -188,9 +189,14 @@ class ShardedTrainerPrecision(_Computed, TrainerPrecision):
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        # Backward before the step and not in it, because hooks of the step read gradients.
-        result = self._wrap_closure(model, optimizer, closure)
-        optimizer.step(**kwargs)
+        compute = functools.partial(self._wrap_closure, model, optimizer, closure)
+        needed = inspect.signature(optimizer.step).parameters.get("closure")
+        if needed is not None and needed.default is inspect.Parameter.empty:
+            result = optimizer.step(closure=compute, **kwargs)
+        else:
+            # Backward before the step and not in it, because hooks of the step read gradients.
+            result = compute()
+            optimizer.step(**kwargs)
         torch_xla.sync()  # computes the logged values, so that the first rank alone can read them
         return result
 
