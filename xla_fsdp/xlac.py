@@ -276,6 +276,34 @@ def capture_scan(*arguments: Any, **keywords: Any) -> Any:
     """Captures the graphs of the function of ``scan``, by AOTAutograd."""
 
 
+_GRU_LOOP = PrivateAttribute("experimental.gru.scan", "The loop over time of ``nn.GRU``.")
+_GRU_STEP = PrivateAttribute("experimental.gru._gru_step_fn", "One step of ``nn.GRU``.")
+
+
+def _gru_step_with_input_gradient(carry: Any, x: torch.Tensor) -> Any:
+    return _GRU_STEP.value(carry, x)
+
+
+def _gru_step(carry: Any, x: torch.Tensor) -> Any:
+    return _GRU_STEP.value(carry, x)
+
+
+def _correct_gradients_of_gru() -> None:
+    """Traces loops whose input needs a gradient apart from others.
+
+    torch_xla caches a traced loop by its function and shapes. If the first input needs no gradient,
+    later ones get none either: the next layer's, or an embedding's after an evaluation.
+    """
+    loop = _GRU_LOOP.value
+
+    def run_loop(fn: Any, init: Any, xs: torch.Tensor, **options: Any) -> Any:
+        assert fn is _GRU_STEP.value
+        step = _gru_step_with_input_gradient if xs.requires_grad else _gru_step
+        return loop(step, init, xs, **options)
+
+    _GRU_LOOP.value = run_loop
+
+
 @_replaceable("core.xla_model._fetch_gradients")
 def gradients_to_average(optimizer: torch.optim.Optimizer) -> Tensors:
     """The gradients that ``xm.reduce_gradients`` and Accelerate average."""
@@ -587,3 +615,4 @@ if __name__ == "__main__":
     ).parse_args()
     sys.exit(_report())
 _require_names()
+_correct_gradients_of_gru()
