@@ -7,6 +7,7 @@ import pytest
 from on_ranks import raises
 from processes import free_port
 
+from xla_fsdp import launch
 from xla_fsdp.ranks.watchdog import waits
 from xla_fsdp.ranks.watchdog.hang_report import RankStatus, hang_text
 from xla_fsdp.ranks.watchdog.watch_settings import WatchSettings, watch_settings
@@ -399,6 +400,6 @@ def test_what_may_be_asked_for(monkeypatch):
     assert WatchSettings(600.0, False).beat == 5.0
     for said in ("0", "-1", "nan", "inf", "on", "900,stop", "end,900", "send"):
         monkeypatch.setenv("XLA_FSDP_WATCHDOG", said)
-        raises(
-            ValueError, f"XLA_FSDP_WATCHDOG='{said}': allowed are off, a pos", watch_settings, 600.0
-        )
+        wrong = f"XLA_FSDP_WATCHDOG='{said}': allowed are off, a positive"
+        raises(ValueError, wrong, watch_settings, 600.0)
+    raises(ValueError, wrong, launch, print)  # on a CPU, too

@@ -26,6 +26,7 @@ from .slices import (
     require_slices,
 )
 from .watchdog.watch import watched
+from .watchdog.watch_settings import watch_settings
 
 __all__ = ["CollectiveMismatchError", "Preempted", "RankError", "RankTimeoutError", "launch"]
 
@@ -118,6 +119,7 @@ def launch(
             prepared = watched(in_spawned_processes(fn), timeout)
             spawned.run_spawned(prepared if found is None else OnAllSlices(prepared), args)
         return None
+    watch_settings(timeout)  # a wrong value raises here too, not first on a TPU
     size = _runtime.size_for(num_devices)
     count = number_of_slices(slices, size)
     if not ONE_AT_A_TIME.acquire(blocking=False):
