@@ -312,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
     make = commands.add_parser("install", help="make an environment with jax and libtpu")
     newest = next(iter(TESTED))
     make.add_argument("--version", default=newest, help=f"of libtpu: {', '.join(TESTED)}")
-    help = f"default: ${FOLDER}/VERSION, or ~/.cache/xla_fsdp/compilers/VERSION"
+    help = f"default: VERSION in the folder {FOLDER}, or in ~/.cache/xla_fsdp/compilers"
     make.add_argument("--folder", help=help)
     make.add_argument("--python", help="interpreter to make it with; default: the tested release")
     commands.add_parser("show", help="print the compiler that a plan uses by default")
