@@ -72,7 +72,7 @@ class TestFinding:
             ("0.0.51", rf"compiler='0.0.51' is not installed: {COMMAND}$"),
             ("0.0.33", r"'0.0.33' is not installed and was not tested: pass one of 0.0.51, "),
             ("libtpu-51", r"compiler='libtpu-51' is no file: .*tested: 0.0.51, 0.0.21"),
-            ("/tmp", r"compiler='/tmp' has no bin/python: .* --folder FOLDER$"),
+            ("/tmp", r"compiler='/tmp' has no bin/python: .* --folder PATH$"),
             ("/etc/passwd", r"/etc/passwd does not run as a Python interpreter \(.*denied"),
             (["echo gone >&2; exit 3"], r"exit status 3 \(gone\): install one"),
             (["echo hello"], r"does not run as a Python interpreter"),

@@ -147,7 +147,7 @@ def _place_of(given: str) -> Path:
         raise UnusableCompilerError(
             f"compiler={given!r} {lacks}: pass a version of libtpu (tested: {', '.join(TESTED)}), "
             "an interpreter, or the folder of an environment made by: "
-            f"{COMMAND} --folder {'FOLDER' if path.exists() else given}"
+            f"{COMMAND} --folder {'PATH' if path.exists() else given}"
         )
     return python
 
