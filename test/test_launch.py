@@ -229,7 +229,7 @@ thread = threading.Thread(target=launch, args=(first, (), 2))
 thread.start()
 runs.wait()
 try:
-    raises(RuntimeError, ["one launch can run at a time"], print, (), 2)
+    raises(RuntimeError, ["already launching ranks or planning"], print, (), 2)
 finally:
     go_on.set()
 thread.join()

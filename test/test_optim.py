@@ -97,7 +97,7 @@ def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
 def put_gradients(model: nn.Module, grads: dict[str, torch.Tensor]) -> None:
     units = list(units_in(model))
-    names = sharded_names(units)
+    names = sharded_names(model, units)
     for _, unit in units:
         pieces: dict[nn.Parameter, list[torch.Tensor]] = {}
         for tensor, holder, _ in unit.holders():

@@ -44,7 +44,7 @@ def shard_metadata(units: NamedUnits) -> dict[str, Any]:
     root = units[0][1].module
     casts = {key: dtype for _, unit in units for key, dtype in unit.buffer_dtypes.items()}
     for path, module in root.named_modules(remove_duplicate=False):
-        for name in module._buffers:
+        for name, _ in module._buffers.items():  # those of torch.jit are no dict
             if (module, name) in casts:
                 buffers[dotted(path, name)] = _dtype_name(casts[module, name])
     names = sharded_names(root, units)
