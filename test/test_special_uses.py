@@ -801,7 +801,7 @@ def test_a_layer_of_a_unit_that_the_model_also_lists(rank):
     def build(compute=lambda self, x: self.head(self.inner(self.layers[0](x)))):
         torch.manual_seed(3)
         layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
-        layers[1].register_buffer("scale", torch.ones(1))
+        layers[1].register_buffer("scale", torch.ones(1, device="cpu"))
         inner = Computes(lambda self, x: torch.tanh(self.layer(x)) + x, layer=layers[1])
         return Computes(compute, layers=layers, inner=inner, head=nn.Linear(WIDTH, 3))
 
@@ -835,6 +835,11 @@ def test_a_layer_of_a_unit_that_the_model_also_lists(rank):
         assert {name for e in make_inventory(model).entries() for name in e.names} == {*full}
         outside = wrap(build(lambda self, x: self.inner(self.layers[1](x))))
         raises(RuntimeError, r"'inner\.layer\.0\.weight', which is sharded here", outside, x)
+        with torch.device("meta"):
+            empty = build()
+        empty = wrap(empty)
+        xla_fsdp.load_full_state_dict(empty, full)
+        torch.testing.assert_close(xla_fsdp.full_state_dict(empty, rank0_only=False), full)
     late = build()
     for module in (late.inner, late.layers[1], late):
         xla_fsdp.fully_shard(module)

@@ -107,7 +107,8 @@ class UnitBuilder(Builder):
         if on_meta:
             # In place, a module without reset_parameters does not raise, as in torch.
             waits = self.unit.in_place
-            ready = materialize(self.module, self.options.param_init_fn, waits)
+            every = materialize(self.module, self.options.param_init_fn, waits)
+            ready = (module for module in every if module in self.paths)
         if self.options.flatten_parameters:
             for _ in ready:
                 pass
