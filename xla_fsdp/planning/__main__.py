@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{flags.plan} is no file. Pass one that Report.save wrote")
         report = Report.load(flags.plan)
         shown = report.compare_trace(flags.trace) if flags.trace else report
-        # An encoding without "×" shows a "?".
-        print(str(shown).encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding))
+        encoding = sys.stdout.encoding or "utf-8"
+        print(str(shown).encode(encoding, "replace").decode(encoding))  # "?" for "×" in ASCII
         for path in flags.plot:
             shown.plot(path)
     except (ValueError, ImportError, OSError) as error:
