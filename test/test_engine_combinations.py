@@ -266,6 +266,12 @@ def test_what_contradicts_itself_raises(rank: int):
         model.blocks = scan_blocks(model.blocks)
         return root(model)
 
+    def keep(root):
+        model = build(())
+        model.kept = model.blocks[0].norm
+        model.blocks = scan_blocks(model.blocks)
+        return root(model)
+
     def offload_one(root, **options):
         model = build(("shared",))
         model.embed = root(model.embed, **options)
@@ -307,6 +313,8 @@ def test_what_contradicts_itself_raises(rank: int):
          "'norm.weight' of LayerNorm is tied either to a parameter of scanned blocks"),
         ([part(tie, FSDP, False), part(tie, fully_shard, False)], {},
          "block 1 shares the parameter norm.weight with a wrapped module"),
+        ([part(keep, FSDP), part(keep, fully_shard)], {},
+         "module 'kept' is also in the first of the scanned blocks"),
         ([part(offload_one, FSDP)], host, "Pass the same cpu_offload to both"),
         ([part(offload_one, fully_shard)], {"offload_policy": xla_fsdp.CPUOffloadPolicy()},
          "Pass the same cpu_offload to both"),

@@ -33,7 +33,7 @@ from .sharded_tensor import (
     sharded_tensor_of,
 )
 from .state import FSDPState, WrapperReference, mark_sharded, unique_units
-from .user_checks import require_shardable_parameters, warn_if_memory_is_shared
+from .user_checks import require_shardable_parameters, require_unscanned, warn_if_memory_is_shared
 
 SAMPLE = 1 << 16
 
@@ -151,11 +151,15 @@ class UnitBuilder(Builder):
 
         Without those that an inner wrapper shards and that have another path outside of it.
         """
-        sharded_inside = {slot.module for unit in unique_units(self.module) for slot in unit.slots}
+        units = unique_units(self.module)
+        sharded_inside = {slot.module: unit for unit in units for slot in unit.slots}
         stack = [("", self.module)]
         while stack:
             path, module = stack.pop()
-            if is_wrapper(module) or module in sharded_inside:
+            if is_wrapper(module):
+                continue
+            if module in sharded_inside:
+                require_unscanned(path, sharded_inside[module])
                 continue
             require_shardable_parameters(path, module)
             yield path, module

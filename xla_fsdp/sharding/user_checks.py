@@ -24,7 +24,7 @@ from .freeing import stamps
 from .ignored import ignored_mark_of, is_ignored
 from .sharded_parameter import ShardedParameter
 from .sharded_tensor import ReleasedParameter, flattened_in, sharded_tensor_of
-from .unit import NamedUnits
+from .unit import NamedUnits, Unit
 
 # On a parameter that no wrapper shards, once a warning has named it.
 WARNED = "_xla_fsdp_warned_unsharded"
@@ -150,6 +150,16 @@ def _raise_compiled(name: str) -> NoReturn:
     raise RuntimeError(
         f"the forward of {name}, which is wrapped, was called inside torch.compile: {_REMEDY}"
     )
+
+
+def require_unscanned(path: str, unit: Unit) -> None:
+    """Raises RuntimeError if the module ``path``, which ``unit`` shards, is in scanned blocks."""
+    if unit.depth:
+        raise RuntimeError(
+            f"module {path!r} is also in the first of the scanned blocks, and represents all of "
+            "them now, so under this name it would have no values of its own. Remove the name "
+            "outside of the blocks before wrapping, or wrap each block separately"
+        )
 
 
 def warn_if_memory_is_shared(named: dict[nn.Parameter, str]) -> None:
