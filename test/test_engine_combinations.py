@@ -24,6 +24,7 @@ import xla_fsdp
 from xla_fsdp import CPUOffload, fully_shard, scan_blocks
 from xla_fsdp import ShardingStrategy as S
 from xla_fsdp import XlaFullyShardedDataParallel as FSDP
+from xla_fsdp.checkpoint.inventory import make_inventory
 from xla_fsdp.ranks.rank import current_rank
 
 FORMS = ("wrapper", "fully_shard", "scanned")
@@ -313,7 +314,7 @@ def test_what_contradicts_itself_raises(rank: int):
          "'norm.weight' of LayerNorm is tied either to a parameter of scanned blocks"),
         ([part(tie, FSDP, False), part(tie, fully_shard, False)], {},
          "block 1 shares the parameter norm.weight with a wrapped module"),
-        ([part(keep, FSDP), part(keep, fully_shard)], {},
+        ([part(keep, root) for root in (FSDP, fully_shard, make_inventory)], {},
          "module 'kept' is also in the first of the scanned blocks"),
         ([part(offload_one, FSDP)], host, "Pass the same cpu_offload to both"),
         ([part(offload_one, fully_shard)], {"offload_policy": xla_fsdp.CPUOffloadPolicy()},

@@ -23,6 +23,7 @@ from ..sharding.metadata import sharded_names
 from ..sharding.sharded_parameter import local
 from ..sharding.state import find_sharded_outside, unit_of, units_in
 from ..sharding.unit import NamedUnits
+from ..sharding.user_checks import require_unscanned
 from .rank_exchange import RankExchange
 
 CPU = torch.device("cpu")
@@ -150,6 +151,7 @@ def make_inventory(model: nn.Module) -> Inventory:
         TypeError: ``model`` is not a module.
         ValueError: ``model`` is sharded over groups of ranks whose copies may differ, has tensors
             on the meta device, or is inside a wrapper that shards its parameters.
+        RuntimeError: a scanned block has a name outside of the blocks.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -164,6 +166,12 @@ def make_inventory(model: nn.Module) -> Inventory:
             f"parameters of {outside!r} belong to a wrapper around the given module. Inside the "
             "wrapper there are only this rank's shards. Pass the wrapper (model, not model.module)."
         )
+    scanned = {module: unit for _, unit in units if unit.depth for module in unit.module.modules()}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if module in scanned:
+            own = [at for at, unit in units if unit is scanned[module]]
+            if not any(f"{path}.".startswith(at and f"{at}.") for at in own):
+                require_unscanned(path, scanned[module])
     rank, size = xr.global_ordinal(), xr.world_size()
     sharded = list(_sharded(model, units, rank, size))
     holders = {shard.holder for shard in sharded}
