@@ -529,6 +529,12 @@ def test_gated_recurrent_units(rank, wrap):
     with torch.no_grad():
         ours(here(rank))
     assert_same_backward(ours, plain, rank)
+    first = ours(here(rank)).square().mean()
+    with torch.autocast("xla", torch.bfloat16):
+        second = ours(here(rank)).square().mean()
+    (first + second).backward()
+    exact, rounded = torch.stack([first, second]).tolist()
+    assert exact != rounded == pytest.approx(exact, rel=0.05)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

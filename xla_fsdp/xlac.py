@@ -280,26 +280,30 @@ _GRU_LOOP = PrivateAttribute("experimental.gru.scan", "The loop over time of ``n
 _GRU_STEP = PrivateAttribute("experimental.gru._gru_step_fn", "One step of ``nn.GRU``.")
 
 
-def _gru_step_with_input_gradient(carry: Any, x: torch.Tensor) -> Any:
-    return _GRU_STEP.value(carry, x)
+@functools.cache
+def _gru_step(
+    needs_gradient: bool, device: torch.device, cast: torch.dtype | None
+) -> Callable[..., Any]:
+    def step(carry: Any, x: torch.Tensor) -> Any:
+        return _GRU_STEP.value(carry, x)
 
-
-def _gru_step(carry: Any, x: torch.Tensor) -> Any:
-    return _GRU_STEP.value(carry, x)
+    return step
 
 
 def _correct_gradients_of_gru() -> None:
-    """Traces loops whose input needs a gradient apart from others.
+    """Traces loops whose input needs a gradient apart from others, and each device's, autocast's.
 
     torch_xla caches a traced loop by its function and shapes. If the first input needs no gradient,
-    later ones get none either: the next layer's, or an embedding's after an evaluation.
+    later ones get none either: the next layer's, or an embedding's after an evaluation. Casts of
+    autocast are traced with their device, and crash with tensors of another rank.
     """
     loop = _GRU_LOOP.value
 
     def run_loop(fn: Any, init: Any, xs: torch.Tensor, **options: Any) -> Any:
         assert fn is _GRU_STEP.value
-        step = _gru_step_with_input_gradient if xs.requires_grad else _gru_step
-        return loop(step, init, xs, **options)
+        casts = torch.is_autocast_enabled("xla")
+        cast = torch.get_autocast_dtype("xla") if casts else None
+        return loop(_gru_step(xs.requires_grad, xs.device, cast), init, xs, **options)
 
     _GRU_LOOP.value = run_loop
 
