@@ -21,7 +21,7 @@ from .. import xlac
 from ..compiled.cache import platform_of_ranks
 from ..extras import installed_versions
 from ..planning.reporting.tables import milliseconds
-from ..ranks.launch import _runtime
+from ..ranks.launch import cpu_runtime
 from ..tpu.calibration import Calibration
 from ..tpu.topology import Slice, resolve
 from .commands import run_all
@@ -135,7 +135,7 @@ def _require_known(
     if num_devices is not None and (type(num_devices) is not int or num_devices < 1):
         raise ValueError(f"num_devices must be a number of ranks from 1 on, got {num_devices!r}")
     if platform_of_ranks() == "CPU":
-        _runtime.size_for(num_devices)
+        cpu_runtime.size_for(num_devices)
     if not isinstance(seconds, (int, float)) or not seconds >= _SHORTEST:
         raise ValueError(f"seconds must be at least {_SHORTEST:.0f}, got {seconds!r}")
     if xlac.runtime_has_started():

@@ -30,7 +30,7 @@ from .watchdog.watch_settings import watch_settings
 
 __all__ = ["CollectiveMismatchError", "Preempted", "RankError", "RankTimeoutError", "launch"]
 
-_runtime = CpuRuntime()
+cpu_runtime = CpuRuntime()
 
 
 def launch(
@@ -120,7 +120,7 @@ def launch(
             spawned.run_spawned(prepared if found is None else OnAllSlices(prepared), args)
         return None
     watch_settings(timeout)  # a wrong value raises here too, not first on a TPU
-    size = _runtime.size_for(num_devices)
+    size = cpu_runtime.size_for(num_devices)
     count = number_of_slices(slices, size)
     if not ONE_AT_A_TIME.acquire(blocking=False):
         raise RuntimeError(
@@ -128,7 +128,7 @@ def launch(
             "launch inside a step that is being planned"
         )
     try:
-        return run_ranks(_runtime, fn, args, size, timeout, count)
+        return run_ranks(cpu_runtime, fn, args, size, timeout, count)
     finally:
         ONE_AT_A_TIME.release()
 

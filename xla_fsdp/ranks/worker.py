@@ -31,7 +31,7 @@ import torch_xla.core.xla_model as xm
 from ..compiled.cache import enable_compilation_cache
 from .cpu.operators import look_up_operators
 from .errors import described, portable
-from .launch import _runtime, launch
+from .launch import cpu_runtime, launch
 from .spawned import end_with_parent
 
 
@@ -97,7 +97,7 @@ def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
         # Every call starts with the state of the first one.
         torch.set_rng_state(random_state)
         if xla_seed is None:
-            _runtime.start(size)
+            cpu_runtime.start(size)
             xla_seed = xm.get_rng_state("xla:0")
             environment = dict(os.environ)
         os.environ.clear()  # libraries leave settings in it
@@ -106,7 +106,7 @@ def serve(descriptor: int, size: int, programs: str | None) -> NoReturn:
         outcome = _run_call(call, size)
         sys.stdout.flush()
         sys.stderr.flush()
-        connection.send((*outcome, not _runtime.leftover))
+        connection.send((*outcome, not cpu_runtime.leftover))
 
 
 def _run_call(call: bytes, size: int) -> tuple[list[bytes] | None, tuple | None]:
