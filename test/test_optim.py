@@ -25,6 +25,7 @@ from xla_fsdp.sharding.layout import spec_of
 from xla_fsdp.sharding.metadata import sharded_names
 from xla_fsdp.sharding.sharded_parameter import as_sharded, local
 from xla_fsdp.sharding.state import units_in
+from xla_fsdp.sharding.unit import paths_of
 
 STEPS = (1, 2)
 
@@ -97,7 +98,7 @@ def gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
 def put_gradients(model: nn.Module, grads: dict[str, torch.Tensor]) -> None:
     units = list(units_in(model))
-    names = sharded_names(model, units)
+    names = sharded_names(paths_of(model), units)
     for _, unit in units:
         pieces: dict[nn.Parameter, list[torch.Tensor]] = {}
         for tensor, holder, _ in unit.holders():

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import torch_xla
@@ -21,8 +22,8 @@ from ..names import dotted
 from ..sharding.layout import Layout
 from ..sharding.metadata import sharded_names
 from ..sharding.sharded_parameter import local
-from ..sharding.state import find_sharded_outside, unit_of, units_in
-from ..sharding.unit import NamedUnits
+from ..sharding.state import find_sharded_outside, unique_units, unit_of, units_in
+from ..sharding.unit import NamedUnits, paths_of
 from ..sharding.user_checks import require_unscanned
 from .rank_exchange import RankExchange
 
@@ -166,14 +167,15 @@ def make_inventory(model: nn.Module) -> Inventory:
             f"parameters of {outside!r} belong to a wrapper around the given module. Inside the "
             "wrapper there are only this rank's shards. Pass the wrapper (model, not model.module)."
         )
-    scanned = {module: unit for _, unit in units if unit.depth for module in unit.module.modules()}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if module in scanned:
-            own = [at for at, unit in units if unit is scanned[module]]
-            if not any(f"{path}.".startswith(at and f"{at}.") for at in own):
-                require_unscanned(path, scanned[module])
+    paths = paths_of(model)
+    for unit in unique_units(model):
+        if unit.depth:
+            own = [at and f"{at}." for at, one in units if one is unit]
+            for path in chain(*(paths.get(module, ()) for module in unit.module.modules())):
+                if not f"{path}.".startswith(tuple(own)):
+                    require_unscanned(path, unit)
     rank, size = xr.global_ordinal(), xr.world_size()
-    sharded = list(_sharded(model, units, rank, size))
+    sharded = list(_sharded(paths, units, rank, size))
     holders = {shard.holder for shard in sharded}
     order = {name: i for i, name in enumerate(dict.fromkeys(_all_names(model)))}
     parameters = []
@@ -202,8 +204,10 @@ def _require_values(what: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _sharded(model: nn.Module, units: NamedUnits, rank: int, size: int) -> Iterator[ParameterShard]:
-    names = sharded_names(model, units)
+def _sharded(
+    paths: Mapping[nn.Module, list[str]], units: NamedUnits, rank: int, size: int
+) -> Iterator[ParameterShard]:
+    names = sharded_names(paths, units)
     seen = set()
     for _, unit in units:
         for tensor, holder, first in unit.holders():
@@ -293,10 +297,7 @@ def _find_buffers(model: nn.Module, units: NamedUnits) -> Iterator[ReplicatedBuf
             yield ReplicatedBuffer(names, buffer, former.get(identity))
             continue
         path, depth, stack = stacks[identity]
-        blocks = [
-            tuple(dotted(path, dotted(str(number), name)) for name in stack.names)
-            for number in range(depth)
-        ]
+        blocks = stack.names_in_blocks(path, depth)
         if stack.shared:
             names = tuple(name for each in blocks for name in each)
             yield ReplicatedBuffer(names, buffer, stack.former_dtype)

@@ -66,6 +66,13 @@ class Stack:
     def name(self) -> str:
         return self.names[0]
 
+    def names_in_blocks(self, path: str, depth: int) -> list[tuple[str, ...]]:
+        """Its dotted names in each of ``depth`` blocks, which ``path`` runs."""
+        return [
+            tuple(dotted(path, dotted(str(number), name)) for name in self.names)
+            for number in range(depth)
+        ]
+
     @property
     def value(self) -> Any:
         """A buffer, stacked unless shared, or a stacked shard; in the loop a full parameter."""

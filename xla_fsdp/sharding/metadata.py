@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,16 +38,15 @@ def shard_metadata(units: NamedUnits) -> dict[str, Any]:
             keys.setdefault(tensor, dotted(path, tensor.key))
         for stack in unit.buffers:
             if stack.former_dtype is not None:
-                for block, name in itertools.product(range(unit.depth or 0), stack.names):
-                    name = dotted(path, dotted(str(block), name))
+                for name in chain(*stack.names_in_blocks(path, unit.depth or 1)):
                     buffers[name] = _dtype_name(stack.former_dtype)
-    root = units[0][1].module
-    casts = {key: dtype for _, unit in units for key, dtype in unit.buffer_dtypes.items()}
-    for path, module in root.named_modules(remove_duplicate=False):
-        for name, _ in module._buffers.items():  # those of torch.jit are no dict
-            if (module, name) in casts:
-                buffers[dotted(path, name)] = _dtype_name(casts[module, name])
-    names = sharded_names(root, units)
+    paths = paths_of(units[0][1].module)
+    for _, unit in units:
+        for (module, name), dtype in unit.buffer_dtypes.items():
+            if name in module._buffers:
+                for path in paths.get(module, ()):
+                    buffers[dotted(path, name)] = _dtype_name(dtype)
+    names = sharded_names(paths, units)
     parameters = {
         keys.get(tensor, members[0][0]): _described(tensor.layout, members)
         for tensor, members in names.items()
@@ -78,10 +77,14 @@ def _ignored_names(units: NamedUnits) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def sharded_names(root: nn.Module, units: NamedUnits) -> dict[ShardedTensor, list[list[str]]]:
-    """All names in ``root`` of the members of every sharded tensor of ``units``."""
+def sharded_names(
+    paths: Mapping[nn.Module, list[str]], units: NamedUnits
+) -> dict[ShardedTensor, list[list[str]]]:
+    """All names of the members of every sharded tensor of ``units``.
+
+    ``paths``: of the modules in the root, see :func:`~xla_fsdp.sharding.unit.paths_of`.
+    """
     names: dict[ShardedTensor, list[list[str]]] = {}
-    paths = paths_of(root)
     for path, unit in units:
         for tensor in unit.tensors:
             names.setdefault(tensor, [[] for _ in tensor.layout.members])
